@@ -12,7 +12,16 @@ from functools import partial
 
 import msgspec
 
-from .._arrays.registry import abstract_of, build_tensor, is_same_value, is_value, library_of, resolve
+from .._arrays.registry import (
+    abstract_of,
+    build_tensor,
+    is_same_value,
+    is_value,
+    library_of,
+    like_of,
+    resolve,
+    target_of,
+)
 from .._core.format.records import AliasRecord, Leaf
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.region import strides_in
@@ -35,12 +44,12 @@ from .._io.os_errors import wrap_read_error
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError, TreeckptError
 from ..reports import LoadReport
-from .aliasing import Wanted, check_ties, tied_to
-from .execute_shared import open_relay, together
+from .aliasing import check_ties, tied_to
+from .execute_shared import open_relay
 from .keyed_tables import check_tables, column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .plan import LeafPlaceholder
-from .read_batch import ReadOptions, add_changed
+from .read_batch import ReadOptions, add_changed, together
 
 # without like ----------------------------------------------------------------------------------------------------
 
@@ -84,8 +93,9 @@ def _match_saved(job: Load) -> _SavedTree:
 
     A container of a class of which nothing is loaded is `...` as a whole: its class may not be in this program.
     """
-    job.view.check_fills()
-    job.options.check_used(lambda: job.view.names)
+    if job.ruled is not None:
+        job.ruled.check_fills()
+    job.options.check_used(lambda: job.names)
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     job.read_blobs(taken)
@@ -204,30 +214,16 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     whole = frozenset(id(one.here) for one in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
-    pairs: list[tuple[object, str, Leaf | None]] = []
-    for text, wanted in leaves:
-        path = index_path(text, job.rank)
-        leaf = None
-        if path in job.damaged and not in_place:
-            wanted = ...
-        if type(wanted) is TableColumn:
-            leaf = find_column(job, wanted, path)
-        elif wanted is not ... and not (id(wanted) in whole and path in sequences) and job.selected(path):
-            leaf = job.find(path)
-            if leaf is None:
-                leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
-            if leaf is None:
-                _check_container(job, wanted, path)
-                job.missing.append(path)
-        pairs.append((wanted, path, leaf))
+    places = [(wanted, index_path(text, job.rank)) for text, wanted in leaves]
+    is_whole = not (sequences or job.options.is_part or job.damaged or job.ruled)
     tied: dict[str, int] = {}
-    if missing := set(job.missing):  # unless it is one array with a leaf that was found
-        there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
-        lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
-        tied = tied_to(lacking, there, job.here, in_place=in_place)
-        job.missing = [path for path in job.missing if path not in tied]
-        check_no_tensors(job.missing, job.view.structure)
-    job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
+    if is_whole and [path for _, path in places] == [leaf.path for leaf in job.view.entries]:
+        pairs = _pair_in_order(job, places)  # the usual case: nothing is missing or left over
+    else:
+        pairs = _pair_by_path(job, places, sequences, in_place=in_place)
+        if job.missing:
+            tied = _tie_missing(job, pairs, in_place=in_place)
+        job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
     slots = [
@@ -242,6 +238,65 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
     loaded = {path: leaf is not None for _, path, leaf in pairs}
     return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole, loaded)
+
+
+_Pairs = list[tuple[object, str, Leaf | None]]
+"""Of each leaf of a tree: what is wanted, its path, and the saved leaf that is loaded there."""
+
+
+def _pair_in_order(job: Load, places: Sequence[tuple[object, str]]) -> _Pairs:
+    """Pairs the leaves of a tree with all saved ones, which have the same paths in the same order."""
+    pairs: _Pairs = []
+    for (wanted, path), leaf in zip(places, job.view.entries, strict=True):
+        if type(wanted) is TableColumn:
+            pairs.append((wanted, path, find_column(job, wanted, path)))
+        elif wanted is ...:
+            pairs.append((wanted, path, None))
+        else:
+            pairs.append((wanted, path, leaf if leaf.ranks is None else job.find(path)))
+    return pairs
+
+
+def _pair_by_path(
+    job: Load, places: Sequence[tuple[object, str]], whole: Mapping[str, SequenceReplacement], *, in_place: bool
+) -> _Pairs:
+    """Pairs the leaves of a tree with saved ones by path; notes what is missing.
+
+    Args:
+        whole: the sequences that take the saved content whole, by path.
+    """
+    ids = {id(one.here) for one in whole.values()}
+    pairs: _Pairs = []
+    for wanted, path in places:
+        leaf = None
+        if path in job.damaged and not in_place:
+            wanted = ...
+        if type(wanted) is TableColumn:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and not (id(wanted) in ids and path in whole) and job.selected(path):
+            leaf = job.find(path)
+            if leaf is None:
+                leaf = job.filled(path, abstract_of(wanted, path, job.here))
+            if leaf is None:
+                _check_container(job, wanted, path)
+                job.missing.append(path)
+        pairs.append((wanted, path, leaf))
+    return pairs
+
+
+def _tie_missing(job: Load, pairs: _Pairs, *, in_place: bool) -> dict[str, int]:
+    """Takes leaves that are one array with a leaf that was found out of the missing ones; returns its number by path.
+
+    Raises:
+        MismatchError: an array is missing where a tensor in parts was saved.
+    """
+    missing = set(job.missing)
+    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+    tied = tied_to(lacking, there, job.here, in_place=in_place)
+    job.missing = [path for path in job.missing if path not in tied]
+    check_no_tensors(job.missing, job.view.structure)
+    return tied
 
 
 def compare_containers(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
@@ -303,7 +358,8 @@ def _slot(
     if leaf.spec is None:
         value = job.value(leaf, path)
         if isinstance(wanted, ArraySpec) or (
-            _is_array_like(wanted) and job.target(wanted, path, in_place=in_place) is not None
+            _is_array_like(wanted)
+            and (target_of(wanted, path, job.here) if in_place else like_of(wanted, path, job.here, None)) is not None
         ):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
@@ -314,13 +370,14 @@ def _slot(
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     slot = ties.get((id(wanted), base))
     if slot is None:
-        slot = ties[id(wanted), base] = job.array(path, leaf, wanted, in_place=in_place)
+        add = job.fill if in_place else job.array
+        slot = ties[id(wanted), base] = add(path, leaf, wanted)
     return slot
 
 
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay = open_relay(comm, [checkpoint], options.read)
+    relay = open_relay(comm, [checkpoint], options.read) if comm.size > 1 else None
     with together(relay):
         job = Load(checkpoint, comm, options)
         if options.ids is not None:
@@ -344,14 +401,14 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read)
+    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read) if comm.size > 1 else None
     with together(relay):
         new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
             jobs.append(Load(checkpoint, comm, own))
             matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
-        check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
+        check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
     reading = ReadOptions(
         jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
     )

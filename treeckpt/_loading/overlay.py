@@ -32,7 +32,6 @@ from .aliasing import tied_to
 from .keyed_tables import ids_beside, no_plain_rows
 from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions
-from .verify import survey
 
 M = TypeVar("M", bound="BankMember")
 
@@ -78,10 +77,15 @@ class Bank:
     def __repr__(self) -> str:
         return f"Bank({list(self.sources)!r})"
 
-    def opened(self, checkpoints: Sequence[Checkpoint]) -> Bank:
-        """Returns the bank with an opened checkpoint as the path of each source."""
-        pairs = zip(self.sources, checkpoints, strict=True)
-        return Bank(msgspec.structs.replace(source, path=one) for source, one in pairs)
+    @property
+    def paths(self) -> list[Any]:
+        """The path of each source, or its checkpoint where it is opened."""
+        return [source.path for source in self.sources]
+
+    def with_paths(self, paths: Sequence[Any]) -> Bank:
+        """Returns the bank with other paths, or opened checkpoints, of its sources."""
+        pairs = zip(self.sources, paths, strict=True)
+        return Bank(msgspec.structs.replace(source, path=path) for source, path in pairs)
 
 
 def as_bank(path: Any) -> Bank | None:
@@ -219,12 +223,12 @@ def _check_asked(
     missing: list[str] = []
     for path in found.missing:
         leaf = wanted[path]
-        if any(p.job.view.is_kept(path) for p in parts):
+        if any(part.job.is_kept(path) for part in parts):
             continue
         if type(leaf) is TableColumn and leaf.name in leaf.view.table.fill:
             continue
         spec = abstract_of(leaf, path, here)
-        filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
+        filler = next((part for part in reversed(parts) if part.job.filled(path, spec) is not None), None)
         if filler is None:
             missing.append(path)
         else:
@@ -332,65 +336,26 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     return merged
 
 
-class CheckpointOverlay(msgspec.Struct, frozen=True):
-    """What a load reads: one opened checkpoint, or a bank whose sources are opened checkpoints."""
+def load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+    """Loads a new tree from a bank of opened checkpoints; see `treeckpt.load`."""
+    if options.ids is not None:
+        raise MismatchError(
+            "ids",
+            expected="one checkpoint, whose tables have the rows",
+            found=f"{len(bank.sources)}",
+            hint="Load these rows from their checkpoint alone",
+        )
+    provided = _provide(bank, like, comm, options)
+    reports: list[LoadReport] = []
+    trees: list[object] = []
+    for checkpoint, own in provided.sources:
+        tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
+        trees.append(tree)
+        reports.append(report)
+    return _merged(trees, comm, options) if like is None else trees[-1], provided.report(reports)
 
-    source: Checkpoint | Bank
 
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Every checkpoint that is read from."""
-        if isinstance(self.source, Checkpoint):
-            return [self.source]
-        return [one.path for one in self.source.sources if isinstance(one.path, Checkpoint)]
-
-    def salvaging(self, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
-        """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
-
-        A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would
-        continue with the saved half of an array and others with their own.
-
-        Raises:
-            MismatchError: another value of `on_corrupt`, or several checkpoints.
-        """
-        if on_corrupt == "error":
-            return options
-        checkpoints = self.checkpoints
-        if on_corrupt != "skip" or len(checkpoints) != 1:
-            raise MismatchError(
-                "on_corrupt",
-                expected="'error', or 'skip' for one checkpoint",
-                found=f"{on_corrupt!r:.40} for {len(checkpoints)}",
-                hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
-            )
-        # all is compared now: not again before the first byte is written
-        verify = True if options.verify == "first" else options.verify
-        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), verify=verify)
-
-    def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
-        """Loads a new tree; see `treeckpt.load`."""
-        if isinstance(self.source, Checkpoint):
-            return load_tree(self.source, like, comm, options)
-        if options.ids is not None:
-            raise MismatchError(
-                "ids",
-                expected="one checkpoint, whose tables have the rows",
-                found=f"{len(self.source.sources)}",
-                hint="Load these rows from their checkpoint alone",
-            )
-        provided = _provide(self.source, like, comm, options)
-        reports: list[LoadReport] = []
-        trees: list[object] = []
-        for checkpoint, own in provided.sources:
-            tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
-            trees.append(tree)
-            reports.append(report)
-        return _merged(trees, comm, options) if like is None else trees[-1], provided.report(reports)
-
-    def load_into(self, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-        """Fills a tree in place; see `treeckpt.load_into`."""
-        if isinstance(self.source, Checkpoint):
-            [report] = load_into_tree([(self.source, options)], tree, comm)
-            return report
-        provided = _provide(self.source, tree, comm, options, in_place=True)
-        return provided.report(load_into_tree(provided.sources, tree, comm))
+def fill_from_bank(bank: Bank, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+    """Fills a tree in place from a bank of opened checkpoints; see `treeckpt.load_into`."""
+    provided = _provide(bank, tree, comm, options, in_place=True)
+    return provided.report(load_into_tree(provided.sources, tree, comm))

@@ -7,9 +7,11 @@ buffers and copied to its place, or straight into the target where it is contigu
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
@@ -36,7 +38,7 @@ from ..rules._assemble import only_chunk, pieces_of
 from ..rules._view import ComposedLeaf
 from .execute_local import READERS, ReadRun, execute_local
 from .execute_remote import execute_remote
-from .execute_shared import SharedRead, together
+from .execute_shared import SharedRead
 from .plan import (
     ContiguousMemory,
     LeafPlaceholder,
@@ -72,6 +74,11 @@ class ReadOptions(msgspec.Struct, frozen=True):
     """Requests the data of shards in a store that is far away at once, and opens the shards meanwhile."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
+
+
+def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
+    """Returns `relay.together(step)`; for None a context that does nothing."""
+    return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
 class FilledArray(msgspec.Struct, frozen=True, gc=False):
@@ -162,7 +169,7 @@ class ReadBatch:
         self._file, start = place_of(self._index, path, chunk, nbytes)
         return self._file, start
 
-    def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
+    def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> None:
         """Adds the regions of a target, into which a saved array is copied.
 
         Raises:
@@ -179,7 +186,6 @@ class ReadBatch:
                 self._add_pieces(path, source, pieces, shared=shared)
         elif not self._add_whole(path, leaf.record, target, spec, shared=shared):
             self._add_pieces(path, leaf, target.pieces, shared=shared)
-        return LeafPlaceholder(target.leaf)
 
     def _read_first(self, leaf: Leaf, region: Region) -> np.ndarray:
         """Returns memory into which a region of a saved array will have been read before all else is."""

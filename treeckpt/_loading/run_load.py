@@ -10,26 +10,30 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from .._arrays.expanded_tree import expand_states, in_parts_if_needed, state_tree
+from .._core.format.index import INDEX_NAME
 from .._core.format.records import Index
 from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, Replaced
+from .._io.storage.far_store import for_reading
 from .._io.storage.metadata_files import KnownIndex, OnShardsRead, read_sidecar
-from .._io.storage.open import following
+from .._io.storage.open import following, local_directory, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
+from .load import load_into_tree, load_tree
 from .match import LoadOptions
-from .overlay import Bank, CheckpointOverlay, as_bank
+from .overlay import Bank, as_bank, fill_from_bank, load_bank
 from .repair import repair_store
-from .verify import publish_rebuilt, verify_checkpoint
+from .verify import publish_rebuilt, survey, verify_checkpoint
 
 T = TypeVar("T")
 
@@ -80,15 +84,16 @@ def on_versions(
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
-    bank = as_bank(path)
-    given = [path] if bank is None else [source.path for source in bank.sources]
+    # a path is asked for nothing that only several checkpoints have
+    bank = None if isinstance(path, (str, os.PathLike)) else as_bank(path)
+    given = [path] if bank is None else bank.paths
     if all(isinstance(one, Checkpoint) for one in given):
         return act(path if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
         for one in given:
-            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else open_checkpoint(one)
+            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else _open(one)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -97,7 +102,7 @@ def on_versions(
                 if known is not None:
                     before, known = known, None
                     _take_known(checkpoints[0], before)
-                found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                found = act(checkpoints[0] if bank is None else bank.with_paths(checkpoints))
                 if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
                     return found
             except Replaced:
@@ -115,6 +120,15 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
+    """Opens what `open_checkpoint` opens; files of another program are looked for only where there is no index."""
+    place = local_directory(path)
+    if place is not None and os.path.exists(place / INDEX_NAME):
+        store = for_reading(open_store(path))
+        return store, partial(Checkpoint, store)
+    return open_checkpoint(path)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
@@ -150,9 +164,8 @@ def _name_checkpoints(error: MismatchError, given: Sequence[Any], urls: Sequence
 def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> tuple[Any, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
 
-    def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
-        overlay = CheckpointOverlay(version)
-        own = overlay.salvaging(comm, options, on_corrupt)
+    def load_version(source: Checkpoint | Bank) -> tuple[Any, LoadReport]:
+        own = options if on_corrupt == "error" else _salvaging(source, comm, options, on_corrupt)
 
         def run(layouts: bool) -> tuple[Any, LoadReport]:
             wanted = like
@@ -164,12 +177,35 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt:
                     mappings=not options.allow_pickle,
                     layouts=layouts,
                 )
-            return overlay.load(wanted, comm, own)
+            load = load_tree if isinstance(source, Checkpoint) else load_bank
+            return load(source, wanted, comm, own)
 
         with gc_paused():
             return in_parts_if_needed(run, always=options.read == "once")
 
     return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
+
+
+def _salvaging(source: Checkpoint | Bank, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+    """Returns the options of a load, with the damaged bytes of the checkpoint.
+
+    A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would continue
+    with the saved half of an array and others with their own.
+
+    Raises:
+        MismatchError: another value of `on_corrupt` than "skip", or several checkpoints.
+    """
+    [checkpoint, *others] = [source] if isinstance(source, Checkpoint) else source.paths
+    if on_corrupt != "skip" or others:
+        raise MismatchError(
+            "on_corrupt",
+            expected="'error', or 'skip' for one checkpoint",
+            found=f"{on_corrupt!r:.40} for {1 + len(others)}",
+            hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
+        )
+    # all is compared now: not again before the first byte is written
+    verify = True if options.verify == "first" else options.verify
+    return msgspec.structs.replace(options, bad=survey(checkpoint.own(), comm), verify=verify)
 
 
 _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
@@ -180,34 +216,41 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_cor
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
         path,
-        lambda version: fill_tree(CheckpointOverlay(version), tree, comm, options, on_corrupt),
+        lambda source: fill_tree(source, tree, comm, options, on_corrupt),
         together=options.read == "once",
         is_suspect=lambda report: report.damaged,
     )
 
 
 def fill_tree(
-    overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str = "error"
+    source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str = "error"
 ) -> LoadReport:
     """Fills a tree in place from an open checkpoint, or several; objects and tensors in parts as `load_into` does."""
-    options = overlay.salvaging(comm, options, on_corrupt)
+    options = options if on_corrupt == "error" else _salvaging(source, comm, options, on_corrupt)
+
+    def fill_all(target: Any) -> LoadReport:
+        if isinstance(source, Checkpoint):
+            [report] = load_into_tree([(source, options)], target, comm)
+            return report
+        return fill_from_bank(source, target, comm, options)
 
     def fill(layouts: bool) -> Any:
         mappings = not options.allow_pickle
         found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
         if found is None:
-            return overlay.load_into(tree, comm, options)
+            return fill_all(tree)
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
             own = msgspec.structs.replace(
                 options, below=path, strict=False, copy=False, read="each", specs_only=not arrays
             )
-            saved, report = overlay.load(None, comm, own)
+            load = load_tree if isinstance(source, Checkpoint) else load_bank
+            saved, report = load(source, None, comm, own)
             before.append(report)
             return saved
 
-        report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
+        report, more = found.restore(as_saved, fill_all)
         read = {name: sum(getattr(one, name) for one in (report, *before)) for name in _BYTES}
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 

@@ -25,7 +25,8 @@ from .._io.comm.failures import raise_faults
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.metadata_files import KnownIndex
 from .._io.storage.reader_leases import hold_lease
-from .._loading.execute_shared import open_relay, together, usual_read
+from .._loading.execute_shared import open_relay, usual_read
+from .._loading.read_batch import together
 from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from .checkpoint_info import CheckpointInfo, mark_of, step_info

@@ -28,10 +28,10 @@ from .._core.tree.structure import PerRankNode, TensorNode, key_text
 from .._io.comm.comm import Comm, as_comm
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.execute_shared import open_relay, together
+from .._loading.execute_shared import open_relay
 from .._loading.match import LoadOptions
-from .._loading.overlay import Bank, CheckpointOverlay
-from .._loading.read_batch import Verify
+from .._loading.overlay import Bank
+from .._loading.read_batch import Verify, together
 from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
@@ -203,7 +203,7 @@ def _restore(
     given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
-    opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+    opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
     relay = open_relay(comm, opened, options.read)
     with together(relay):
         placed = place_under(given, under) if under else given
