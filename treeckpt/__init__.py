@@ -67,9 +67,11 @@ from ._core.tree.spec import ArraySpec
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import LocalStore, MemoryStore
 from ._loading.background import PendingLoad
+from ._loading.options import Fallback, ReadOptions
 from ._loading.overlay import Bank, From
 from ._runs.manager import Manager
 from ._saving.future import Pending
+from ._saving.options import BackgroundOptions
 from .errors import (
     CheckpointError,
     CheckpointExists,
@@ -87,11 +89,13 @@ from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
     "ArraySpec",
+    "BackgroundOptions",
     "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
+    "Fallback",
     "FormatError",
     "From",
     "FromRank",
@@ -109,6 +113,7 @@ __all__ = [
     "PendingLoad",
     "PerRank",
     "RankError",
+    "ReadOptions",
     "Region",
     "SaveReport",
     "Sharded",

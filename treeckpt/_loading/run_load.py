@@ -161,11 +161,11 @@ def _name_checkpoints(error: MismatchError, given: Sequence[Any], urls: Sequence
         error.add_hint(f"Checkpoint: {', '.join(names)}")
 
 
-def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> tuple[Any, LoadReport]:
+def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
 
     def load_version(source: Checkpoint | Bank) -> tuple[Any, LoadReport]:
-        own = options if on_corrupt == "error" else _salvaging(source, comm, options, on_corrupt)
+        own = _salvaging(source, comm, options)
 
         def run(layouts: bool) -> tuple[Any, LoadReport]:
             wanted = like
@@ -181,52 +181,54 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt:
             return load(source, wanted, comm, own)
 
         with gc_paused():
-            return in_parts_if_needed(run, always=options.read == "once")
+            return in_parts_if_needed(run, always=bool(options.read.once))
 
-    return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
+    return on_versions(path, load_version, together=bool(options.read.once), is_suspect=lambda found: found[1].damaged)
 
 
-def _salvaging(source: Checkpoint | Bank, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
-    """Returns the options of a load, with the damaged bytes of the checkpoint.
+def _salvaging(source: Checkpoint | Bank, comm: Comm, options: LoadOptions) -> LoadOptions:
+    """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
 
     A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would continue
     with the saved half of an array and others with their own.
 
     Raises:
-        MismatchError: another value of `on_corrupt` than "skip", or several checkpoints.
+        MismatchError: of several checkpoints.
     """
+    if options.fallback.on_corrupt == "error":
+        return options
     [checkpoint, *others] = [source] if isinstance(source, Checkpoint) else source.paths
-    if on_corrupt != "skip" or others:
+    if others:
         raise MismatchError(
             "on_corrupt",
             expected="'error', or 'skip' for one checkpoint",
-            found=f"{on_corrupt!r:.40} for {1 + len(others)}",
+            found=f"'skip' for {1 + len(others)}",
             hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
         )
     # all is compared now: not again before the first byte is written
-    verify = True if options.verify == "first" else options.verify
-    return msgspec.structs.replace(options, bad=survey(checkpoint.own(), comm), verify=verify)
+    read = options.read
+    if read.verify == "first":
+        read = msgspec.structs.replace(read, verify=True)
+    return msgspec.structs.replace(options, bad=survey(checkpoint.own(), comm), read=read)
 
 
 _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
 """What a report counts of each read."""
 
 
-def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
+def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
         path,
-        lambda source: fill_tree(source, tree, comm, options, on_corrupt),
-        together=options.read == "once",
+        lambda source: fill_tree(source, tree, comm, options),
+        together=bool(options.read.once),
         is_suspect=lambda report: report.damaged,
     )
 
 
-def fill_tree(
-    source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str = "error"
-) -> LoadReport:
+def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place from an open checkpoint, or several; objects and tensors in parts as `load_into` does."""
-    options = options if on_corrupt == "error" else _salvaging(source, comm, options, on_corrupt)
+    options = _salvaging(source, comm, options)
 
     def fill_all(target: Any) -> LoadReport:
         if isinstance(source, Checkpoint):
@@ -242,9 +244,8 @@ def fill_tree(
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
-            own = msgspec.structs.replace(
-                options, below=path, strict=False, copy=False, read="each", specs_only=not arrays
-            )
+            read = msgspec.structs.replace(options.read, copy=False, once=False)
+            own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
             load = load_tree if isinstance(source, Checkpoint) else load_bank
             saved, report = load(source, None, comm, own)
             before.append(report)
@@ -255,7 +256,7 @@ def fill_tree(
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
     with gc_paused():
-        return in_parts_if_needed(fill, always=options.read == "once")
+        return in_parts_if_needed(fill, always=bool(options.read.once))
 
 
 CheckpointPath = str | os.PathLike[str] | Store | Checkpoint

@@ -35,7 +35,7 @@ State saved under one parallelism is restored into any other. This package impor
 """
 
 from .._arrays.registry import needs_torch
-from ..trees._per_rank_state import Merge, Policy
+from .._loading.options import Merge, Policy
 
 with needs_torch(__name__):
     from ._capture import state
