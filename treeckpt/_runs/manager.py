@@ -40,8 +40,16 @@ from .._io.public_calls import check_options, saves, takes_no_save
 from .._io.storage.reader_leases import hold_lease
 from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
-from .._loading.keywords import LoadKeywords
-from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
+from .._loading.options import (
+    IN_PLACE,
+    NO_SALVAGE,
+    LoadKeywords,
+    Policy,
+    fallback_of,
+    fallback_of_load,
+    policy_of,
+    read_of,
+)
 from .._saving.background import save_async_tree
 from .._saving.future import Pending
 from .._saving.options import BackgroundOptions, check_metadata
