@@ -159,7 +159,7 @@ class Load:
         self.unmade: list[str] = []
         """The paths of what cannot be made here, and is `...` by `lenient`."""
 
-    @cached_property
+    @property
     def names(self) -> frozenset[str]:
         """The names of all leaves and empty containers of the checkpoint, selected or not, after the rules."""
         return frozenset((*self.view.by_path, *empty_container_paths(self.view.structure)))

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from .._arrays.registry import abstract_of, build_tensor, resolve
+from .._core.format.records import Index
 from .._core.tree.flatten import flatten, unflatten, update_metadata
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.leaf_differences import LeafDifferences, check_same, compare_leaves
@@ -112,7 +113,11 @@ class BankMember(Protocol):
     """One checkpoint of a bank, seen through its own rules and globs."""
 
     options: LoadOptions
-    view: View
+
+    @property
+    def view(self) -> Index | View:
+        """Its leaves, after its rules."""
+        ...
 
     @property
     def names(self) -> frozenset[str]:

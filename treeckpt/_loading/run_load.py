@@ -86,9 +86,9 @@ def on_versions(
     """
     # a path is asked for nothing that only several checkpoints have
     bank = None if isinstance(path, (str, os.PathLike)) else as_bank(path)
-    given = [path] if bank is None else bank.paths
+    given: list[Any] = [path] if bank is None else bank.paths
     if all(isinstance(one, Checkpoint) for one in given):
-        return act(path if bank is None else bank)
+        return act(given[0] if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
@@ -177,13 +177,18 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
                     mappings=not options.allow_pickle,
                     layouts=layouts,
                 )
-            load = load_tree if isinstance(source, Checkpoint) else load_bank
-            return load(source, wanted, comm, own)
+            return _load(source, wanted, comm, own)
 
         with gc_paused():
             return in_parts_if_needed(run, always=bool(options.read.once))
 
     return on_versions(path, load_version, together=bool(options.read.once), is_suspect=lambda found: found[1].damaged)
+
+
+def _load(source: Checkpoint | Bank, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
+    if isinstance(source, Checkpoint):
+        return load_tree(source, like, comm, options)
+    return load_bank(source, like, comm, options)
 
 
 def _salvaging(source: Checkpoint | Bank, comm: Comm, options: LoadOptions) -> LoadOptions:
@@ -246,8 +251,7 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
         def as_saved(path: str, *, arrays: bool) -> Any:
             read = msgspec.structs.replace(options.read, copy=False, once=False)
             own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
-            load = load_tree if isinstance(source, Checkpoint) else load_bank
-            saved, report = load(source, None, comm, own)
+            saved, report = _load(source, None, comm, own)
             before.append(report)
             return saved
 

@@ -3,6 +3,9 @@
 A glob means the paths that it matches or equals, and all paths below a path that it equals.
 """
 
+# Paths are given in many forms, and their keys are of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import difflib
