@@ -85,7 +85,7 @@ def _stopped_at_exit(path: Any) -> Any:
     """Returns what is read in the place of a path, with reads that fail once the interpreter is ending."""
     bank = as_bank(path)
     if bank is not None:
-        return bank.with_paths(list(map(_stopped_at_exit, bank.paths)))
+        return bank.opened(list(map(_stopped_at_exit, bank.paths)))
     return path if isinstance(path, Checkpoint) else CountingStore(for_reading(open_store(path)), _check_exit)
 
 

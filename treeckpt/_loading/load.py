@@ -82,10 +82,10 @@ class _SavedTree(msgspec.Struct):
         known = made.node, tuple(map(id, made.parts.values()))
         if known in self.tensors:
             return self.tensors[known]  # tied when it was saved
-        found = self.tensors[known] = build_tensor(made, path)
-        if isinstance(found, dict) and not any(part is ... for part in made.parts.values()):
+        made_tensor = self.tensors[known] = build_tensor(made, path)
+        if isinstance(made_tensor, dict) and not any(part is ... for part in made.parts.values()):
             self.job.in_parts.append((path, made.node.cls))
-        return found
+        return made_tensor
 
 
 def _match_saved(job: Load) -> _SavedTree:
@@ -99,12 +99,12 @@ def _match_saved(job: Load) -> _SavedTree:
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     job.read_blobs(taken)
-    found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
+    by_path = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = _own_structure(structure, job)
     left_out = LeafPlaceholder(...)
-    slots = [found.get(leaf.path, left_out) for leaf in order]
+    slots = [by_path.get(leaf.path, left_out) for leaf in order]
     if job.options.is_part or job.damaged:
         taken = [slot is not left_out for slot in slots]
         structure, kept = without_left_out(structure, taken, job.selected)
@@ -125,10 +125,10 @@ def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
 def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
-    found: dict[str, LeafPlaceholder] = {}
+    by_path: dict[str, LeafPlaceholder] = {}
     if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
-        found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
-    plain = [leaf for leaf in taken if leaf.path not in found]
+        by_path = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in by_path]
     whole = {leaf.number for leaf in plain}
     for leaf in plain:
         if leaf.number in made:
@@ -146,8 +146,8 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
         if leaf.number not in made:
             made[leaf.number] = slot = LeafPlaceholder()
             job.batch.after.append(partial(_tie, job, leaf, slot, made))
-        found[leaf.path] = made[leaf.number]
-    return found
+        by_path[leaf.path] = made[leaf.number]
+    return by_path
 
 
 def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:
@@ -176,9 +176,9 @@ def _own_structure(structure: Structure, job: Load) -> Structure:
         own = child_of_rank(structure, job.source_rank, "")
         return PerRankNode((encode_runs([job.rank]),), (own,))
     children = list(structure.children)
-    for at, child in enumerate(children):
+    for number, child in enumerate(children):
         if child is not None:
-            children[at] = _own_structure(child, job)
+            children[number] = _own_structure(child, job)
     return msgspec.structs.replace(structure, children=tuple(children))
 
 
@@ -211,7 +211,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = compare_containers(job, like, structure)
-    whole = frozenset(id(one.here) for one in sequences.values())
+    whole = frozenset(id(sequence.here) for sequence in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
     places = [(wanted, index_path(text, job.rank)) for text, wanted in leaves]
@@ -265,7 +265,7 @@ def _pair_by_path(
     Args:
         whole: the sequences that take the saved content whole, by path.
     """
-    ids = {id(one.here) for one in whole.values()}
+    ids = {id(sequence.here) for sequence in whole.values()}
     pairs: _Pairs = []
     for wanted, path in places:
         leaf = None
@@ -327,10 +327,10 @@ def compare_containers(job: Load, like: object, structure: Structure) -> dict[st
     )
 
 
-def _content(job: Load, one: SequenceReplacement) -> object:
+def _content(job: Load, sequence: SequenceReplacement) -> object:
     """Returns the saved content of a sequence of values."""
-    values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
-    return one.content(values, resolve=resolve, namespace=job.options.namespace)
+    values = (job.value(leaf, path) for path in sequence.paths if (leaf := job.find(path)) is not None)
+    return sequence.content(values, resolve=resolve, namespace=job.options.namespace)
 
 
 def _check_container(job: Load, wanted: object, path: str) -> None:
@@ -382,18 +382,18 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
         job = Load(checkpoint, comm, options)
         if options.ids is not None:
             check_tables(job, options.ids)
-        found = _match_saved(job) if like is None else _match(job, like, in_place=False)
+        matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
     read = options.read
     job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
-    tree = found.build()
-    if isinstance(found, _MatchedTree):
-        _update_metadata(tree, job, found)
+    tree = matched.build()
+    if isinstance(matched, _MatchedTree):
+        _update_metadata(tree, job, matched)
     return tree, job.report()
 
 
-def _update_metadata(tree: object, job: Load, found: _MatchedTree) -> None:
+def _update_metadata(tree: object, job: Load, matched: _MatchedTree) -> None:
     structure, rank = job.view.structure, job.rank if job.options.rules else job.source_rank
-    update_metadata(tree, structure, found.loaded, rank=rank, namespace=job.options.namespace)
+    update_metadata(tree, structure, matched.loaded, rank=rank, namespace=job.options.namespace)
 
 
 def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
@@ -429,8 +429,8 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             raise
     if new is not tree:
         update_in_place(tree, new, is_value=is_value, namespace=options.namespace)
-    for job, found in zip(jobs, matched, strict=True):
-        _update_metadata(tree, job, found)
+    for job, leaves in zip(jobs, matched, strict=True):
+        _update_metadata(tree, job, leaves)
     return [job.report() for job in jobs]
 
 

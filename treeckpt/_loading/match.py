@@ -181,26 +181,26 @@ class Load:
         if not self.options.bad:
             return {}
         damaged = damaged_leaves(self.index, self.options.bad, rank=self.source_rank)
-        found: dict[str, tuple[DamagedLeaf, ...]] = {}
+        by_path: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
             saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
             parts = [part for number in saved for part in damaged.get(number, ())]
             if parts:
-                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
-        return found
+                by_path[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return by_path
 
     def find(self, path: str) -> Leaf | None:
         """Returns the saved leaf at a path; under `PerRank` the one of the source rank."""
-        found = self.view.by_path.get(path)
-        if found is None:
+        saved = self.view.by_path.get(path)
+        if saved is None:
             return None
-        if found[0].ranks is None:
-            return found[0]
+        if saved[0].ranks is None:
+            return saved[0]
         if self.refuse_own and self.selected(path):
             others = "; or leave this leaf out with `...` in like"
             take = "fallback=Fallback(per_rank='take')"
             raise other_world_error(path, self._comm, self.index.world, take=take, others=others)
-        for leaf in found:
+        for leaf in saved:
             if self.source_rank in decode_runs(leaf.ranks or ()):
                 return leaf
         raise MismatchError(
@@ -242,15 +242,15 @@ class Load:
         blobs = [leaf for leaf in leaves if leaf is not None and leaf.spec is None and leaf.stored is not None]
         if not blobs:
             return
-        batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
+        batch, wanted = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
         for leaf in blobs:
-            if leaf.number in found or leaf.stored is None:
+            if leaf.number in wanted or leaf.stored is None:
                 continue
             self.claims.take(leaf.path, leaf)
-            found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
+            wanted[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
         self.run_now(batch)
-        while found:
-            number, (leaf, memory) = found.popitem()
+        while wanted:
+            number, (leaf, memory) = wanted.popitem()
             assert leaf.stored is not None, "blobs are stored"
             self._blobs[number] = blob_value(memory.data, leaf.stored.kind, leaf.path)
 
@@ -353,9 +353,9 @@ class Load:
         """
         self.options.check_used(lambda: [*self.names, *wanted])
         lacks = frozenset(self.missing).__contains__
-        found = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
-        self.unexpected = [*found.unexpected]
-        check_same(found, self.options.strict)
+        differences = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        self.unexpected = [*differences.unexpected]
+        check_same(differences, self.options.strict)
 
     def report(self) -> LoadReport:
         return LoadReport(

@@ -71,7 +71,9 @@ class Bank:
     """
 
     def __init__(self, sources: Iterable[Any]) -> None:
-        self.sources: tuple[From, ...] = tuple(one if isinstance(one, From) else From(one) for one in sources)
+        self.sources: tuple[From, ...] = tuple(
+            source if isinstance(source, From) else From(source) for source in sources
+        )
         if not self.sources:
             raise TreeckptError("bank", expected="one checkpoint at least", found="none")
 
@@ -83,9 +85,9 @@ class Bank:
         """The path of each source, or its checkpoint where it is opened."""
         return [source.path for source in self.sources]
 
-    def with_paths(self, paths: Sequence[Any]) -> Bank:
-        """Returns the bank with other paths, or opened checkpoints, of its sources."""
-        pairs = zip(self.sources, paths, strict=True)
+    def opened(self, checkpoints: Sequence[Any]) -> Bank:
+        """Returns the bank with opened checkpoints, or stores, as the paths of its sources."""
+        pairs = zip(self.sources, checkpoints, strict=True)
         return Bank(msgspec.structs.replace(source, path=path) for source, path in pairs)
 
 
@@ -224,9 +226,9 @@ def _check_asked(
     """
     here = global_rank(comm)
     given = sorted(set[str]().union(*(part.wins for part in parts)))
-    found = compare_leaves(wanted, given, whole=whole, selects=options.selects)
+    differences = compare_leaves(wanted, given, whole=whole, selects=options.selects)
     missing: list[str] = []
-    for path in found.missing:
+    for path in differences.missing:
         leaf = wanted[path]
         if any(part.job.is_kept(path) for part in parts):
             continue
@@ -242,9 +244,11 @@ def _check_asked(
         filled = [(path, leaf) for part in parts for path in part.wins if (leaf := wanted.get(path)) is not None]
         tied = tied_to([(path, wanted[path]) for path in missing], filled, here, in_place=True)
         missing = [path for path in missing if path not in tied]
-    found = LeafDifferences(missing, found.unexpected, common=found.common or len(missing) < len(found.missing))
-    check_same(found, options.strict)
-    return found
+    differences = LeafDifferences(
+        missing, differences.unexpected, common=differences.common or len(missing) < len(differences.missing)
+    )
+    check_same(differences, options.strict)
+    return differences
 
 
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
@@ -305,11 +309,13 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace) if like is not None else (None, [])
     asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
     parts = _select_parts(bank, asked, comm, options)
-    found = LeafDifferences([], [], common=True)
+    differences = LeafDifferences([], [], common=True)
     if like is not None:
-        replaced = [(part, one) for part in parts for one in compare_containers(part.job, like, structure).values()]
-        whole = [one.path for part, one in replaced if part.wins.issuperset(one.paths)]
-        found = _check_asked(parts, asked, whole, comm, options, in_place=in_place)
+        replaced = [
+            (part, sequence) for part in parts for sequence in compare_containers(part.job, like, structure).values()
+        ]
+        whole = [sequence.path for part, sequence in replaced if part.wins.issuperset(sequence.paths)]
+        differences = _check_asked(parts, asked, whole, comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
     empty: dict[str, _Part] = {}
     for part in parts if like is None else ():
@@ -321,17 +327,17 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
         for part in parts
     ]
-    return _Provided(sources, found)
+    return _Provided(sources, differences)
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     every = [(index_path(path, comm.rank), leaf) for _, leaves in flat for path, leaf in leaves]
-    found = {path: leaf for path, leaf in every if leaf is not ...}
-    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in found)
+    given_by_path = {path: leaf for path, leaf in every if leaf is not ...}
+    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in given_by_path)
     structure = reduce(partial(merge_sources, left_out=left_out), (structure for structure, _ in flat))
-    leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
+    leaves = iter([given_by_path.get(path, ...) for path, _ in paths_of(structure)])
     merged = unflatten(
         structure, leaves, resolve=resolve, build=build_tensor, rank=comm.rank, namespace=options.namespace
     )

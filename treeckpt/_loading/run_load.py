@@ -87,13 +87,13 @@ def on_versions(
     # a path is asked for nothing that only several checkpoints have
     bank = None if isinstance(path, (str, os.PathLike)) else as_bank(path)
     given: list[Any] = [path] if bank is None else bank.paths
-    if all(isinstance(one, Checkpoint) for one in given):
+    if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
-        for one in given:
-            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else _open(one)
+        for each in given:
+            store, opened = (each.store, each.reopened) if isinstance(each, Checkpoint) else _open(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -102,9 +102,9 @@ def on_versions(
                 if known is not None:
                     before, known = known, None
                     _take_known(checkpoints[0], before)
-                found = act(checkpoints[0] if bank is None else bank.with_paths(checkpoints))
-                if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
-                    return found
+                result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
+                    return result
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
@@ -112,7 +112,7 @@ def on_versions(
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
                     if isinstance(error, MismatchError):
-                        _name_checkpoints(error, given, [one.url for one in checkpoints])
+                        _name_checkpoints(error, given, [each.url for each in checkpoints])
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),
@@ -182,7 +182,9 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
         with gc_paused():
             return in_parts_if_needed(run, always=bool(options.read.once))
 
-    return on_versions(path, load_version, together=bool(options.read.once), is_suspect=lambda found: found[1].damaged)
+    return on_versions(
+        path, load_version, together=bool(options.read.once), is_suspect=lambda result: result[1].damaged
+    )
 
 
 def _load(source: Checkpoint | Bank, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
@@ -243,8 +245,8 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
 
     def fill(layouts: bool) -> Any:
         mappings = not options.allow_pickle
-        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
-        if found is None:
+        expanded = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
+        if expanded is None:
             return fill_all(tree)
         before: list[LoadReport] = []
 
@@ -255,7 +257,7 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
             before.append(report)
             return saved
 
-        report, more = found.restore(as_saved, fill_all)
+        report, more = expanded.restore(as_saved, fill_all)
         read = {name: sum(getattr(one, name) for one in (report, *before)) for name in _BYTES}
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
@@ -313,7 +315,9 @@ def read_file(path: CheckpointPath, name: str, *, follow_links: bool = False) ->
         MismatchError: there is none of that name.
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    return on_one_version(following(path, follow_links), lambda one: read_sidecar(one.store, one.index, name))
+    return on_one_version(
+        following(path, follow_links), lambda checkpoint: read_sidecar(checkpoint.store, checkpoint.index, name)
+    )
 
 
 @takes_no_save
