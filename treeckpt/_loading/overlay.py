@@ -102,7 +102,6 @@ def as_bank(path: Any) -> Bank | None:
 class _Part(msgspec.Struct):
     """One checkpoint, and what it provides."""
 
-    options: LoadOptions
     job: Load
     """A load that finds leaves and reads none."""
     wins: set[str] = set()
@@ -202,10 +201,7 @@ def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadO
 
     members = open_members(bank, options.rules, look, asked)
     options.check_used(lambda: frozenset(asked).union(*(job.names for job, _ in members)))
-    return [
-        _Part(msgspec.structs.replace(options, rules=job.options.rules, strict=False), job, wins)
-        for job, wins in members
-    ]
+    return [_Part(job, wins) for job, wins in members]
 
 
 def _check_asked(
@@ -274,6 +270,12 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
         home.joined[path] = giver.job
 
 
+_SUMMED = ("nbytes", "unverified_nbytes", "read_nbytes", "loaded", "seconds")
+"""The numbers of a report of several checkpoints that are the sums of theirs."""
+_JOINED = ("dropped", "renamed", "in_parts", "unmade")
+"""What such a report lists of each checkpoint, one after the other."""
+
+
 class _Provided(msgspec.Struct):
     """The checkpoints of a load, each with options that select what it provides."""
 
@@ -282,20 +284,15 @@ class _Provided(msgspec.Struct):
 
     def report(self, reports: Sequence[LoadReport]) -> LoadReport:
         """Returns the report of all loads together."""
+        total: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
+        lists = {name: tuple(item for report in reports for item in getattr(report, name)) for name in _JOINED}
         return LoadReport(
             path=", ".join(report.path for report in reports),
-            nbytes=sum(report.nbytes for report in reports),
-            unverified_nbytes=sum(report.unverified_nbytes for report in reports),
-            read_nbytes=sum(report.read_nbytes for report in reports),
-            loaded=sum(report.loaded for report in reports),
             missing=tuple(self.differences.missing),
             unexpected=tuple(self.differences.unexpected),
-            seconds=sum(report.seconds for report in reports),
-            dropped=tuple(path for report in reports for path in report.dropped),
-            renamed=tuple(pair for report in reports for pair in report.renamed),
-            in_parts=tuple(pair for report in reports for pair in report.in_parts),
-            unmade=tuple(path for report in reports for path in report.unmade),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
+            **total,
+            **lists,
         )
 
 
@@ -323,10 +320,11 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         empty.update((path, part) for path in paths if part.job.selected(path))
     for path, part in empty.items():
         part.wins.add(path)
-    sources = [
-        (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
-        for part in parts
-    ]
+    sources: list[tuple[Checkpoint, LoadOptions]] = []
+    for part in parts:
+        rules, only = part.job.options.rules, frozenset(part.wins)
+        own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined)
+        sources.append((part.job.checkpoint, own))
     return _Provided(sources, differences)
 
 

@@ -55,7 +55,7 @@ def on_one_version(
         CheckpointError: as `on_versions`; or the path is a bank.
     """
 
-    if (bank := as_bank(path)) is not None:
+    if (bank := _bank_of(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
     return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
 
@@ -84,8 +84,7 @@ def on_versions(
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
-    # a path is asked for nothing that only several checkpoints have
-    bank = None if isinstance(path, (str, os.PathLike)) else as_bank(path)
+    bank = _bank_of(path)
     given: list[Any] = [path] if bank is None else bank.paths
     if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)
@@ -93,7 +92,7 @@ def on_versions(
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
         for each in given:
-            store, opened = (each.store, each.reopened) if isinstance(each, Checkpoint) else _open(each)
+            store, opened = _open(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -122,8 +121,21 @@ def on_versions(
     )
 
 
+def _bank_of(path: Any) -> Bank | None:
+    """Does what `as_bank` does; the usual paths are told apart before."""
+    return None if isinstance(path, (str, os.PathLike, Store, Checkpoint)) else as_bank(path)
+
+
 def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Opens what `open_checkpoint` opens; files of another program are looked for only where there is no index."""
+    """Returns the store of a path, and a function that opens a version of the checkpoint there.
+
+    Files of another program are looked for only where there is no index.
+
+    Raises:
+        StoreError, CheckpointError: as `open_checkpoint`.
+    """
+    if isinstance(path, Checkpoint):
+        return path.store, path.reopened
     place = local_directory(path)
     if place is not None and os.path.exists(place / INDEX_NAME):
         store = for_reading(open_store(path))
@@ -274,7 +286,7 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store, version = open_checkpoint(path)
+    store, version = _open(path)
     try:
         yield version()
     except OSError as error:
