@@ -41,8 +41,16 @@ from .._io.public_calls import check_options, saves, takes_no_save
 from .._io.storage.deletions import GRACE
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.store import RunStore, Store
-from .._loading.keywords import LoadKeywords
-from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
+from .._loading.options import (
+    IN_PLACE,
+    NO_SALVAGE,
+    LoadKeywords,
+    Policy,
+    fallback_of,
+    fallback_of_load,
+    policy_of,
+    read_of,
+)
 from .._saving.background import save_async_tree
 from .._saving.options import BackgroundOptions, SidecarContent, check_metadata
 from .._saving.save import save_tree

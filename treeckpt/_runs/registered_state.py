@@ -24,9 +24,8 @@ from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
-from .._loading.options import Policy, read_alone
+from .._loading.options import ONLY_OF_LOAD, Policy, read_alone
 from ..errors import MismatchError, TreeError
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own

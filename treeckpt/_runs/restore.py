@@ -23,8 +23,9 @@ from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, ra
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
-from .._loading.execute_shared import open_relay, reads_once, together
+from .._loading.execute_shared import open_relay, reads_once
 from .._loading.options import ReadOptions
+from .._loading.read_batch import together
 from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from .catalog import CheckpointInfo, mark_of, step_info

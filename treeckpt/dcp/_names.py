@@ -32,7 +32,6 @@ from .._io.storage.checkpoint import Checkpoint
 from .._loading.load import load_tree
 from .._loading.match import LoadOptions
 from .._loading.options import ReadOptions
-from .._loading.overlay import CheckpointOverlay
 from .._loading.run_load import fill_tree
 from ..errors import MismatchError
 
@@ -202,4 +201,4 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
         node[entry.keys[-1]] = target
     if tree:
         options = LoadOptions(strict="missing", cast=True, read=ReadOptions(copy=True))
-        fill_tree(CheckpointOverlay(checkpoint), tree, comm, options)
+        fill_tree(checkpoint, tree, comm, options)

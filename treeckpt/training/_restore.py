@@ -30,10 +30,11 @@ from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.execute_shared import open_relay, together
+from .._loading.execute_shared import open_relay
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
-from .._loading.overlay import Bank, CheckpointOverlay
+from .._loading.overlay import Bank
+from .._loading.read_batch import together
 from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
@@ -238,7 +239,7 @@ def _restore(
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
-    opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+    opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given

@@ -42,7 +42,7 @@ from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
 from .._loading.options import Fallback, Policy, ReadOptions, read_alone
-from .._loading.overlay import Bank, CheckpointOverlay, From, as_bank, open_members, own_globs
+from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
 from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
@@ -441,7 +441,7 @@ class CheckpointSource:
             fallback=Fallback(per_rank="take" if take else "error"),
             rules=self._rules,
         )
-        return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
+        return fill_tree(self._read, target, self.comm, own)
 
 
 def _filled(regions: Sequence[Region]) -> list[Region]:
