@@ -55,24 +55,28 @@ class PathLook:
             try:
                 self.record.begin()
             except OSError as error:
-                names = self._names()
+                names = self._checked(store.sizes())
                 if error.errno not in FULL:
                     raise
                 self._clear(names)  # what fills the disk may be what dead saves left here
                 self.record.begin()
-            names = self._names()
+            names = self._checked(store.sizes())
         else:
-            names = self._listing.result()
-            self._check_absent(names)
+            names = self._checked(self._listing.result())
             self._recorded.result()
         return self._clear(names)
 
-    def _names(self) -> dict[str, int]:
+    def _checked(self, names: dict[str, int]) -> dict[str, int]:
         """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
-        names = self._store.sizes()
         if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
             names = self._store.sizes()
-        self._check_absent(names)
+        if INDEX_NAME in names and not self._overwrite:
+            raise CheckpointExists(
+                self._store.url,
+                expected="no checkpoint",
+                found="one",
+                hint="Save to another path, or pass overwrite=True",
+            )
         return names
 
     def _clear(self, names: dict[str, int]) -> str:
@@ -84,12 +88,3 @@ class PathLook:
                 replaced = read_index(self._store).save_id
         clear_leftovers(self._store, names.keys() - {self.record.name}, known=replaced)
         return replaced
-
-    def _check_absent(self, names: dict[str, int]) -> None:
-        if INDEX_NAME in names and not self._overwrite:
-            raise CheckpointExists(
-                self._store.url,
-                expected="no checkpoint",
-                found="one",
-                hint="Save to another path, or pass overwrite=True",
-            )
