@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ...errors import MismatchError, RankError, TreeckptError
+from ..process import OwnProcess
 from .message_store import (
     ThreadMessageStore,
     TorchMessageStore,
@@ -292,15 +293,15 @@ class TorchComm:
         self.state = CommState()
         self.common = TorchMessageStore(store, prefix, limit=timeout)
         self._leader_stores: dict[int, MessageStore] = {}
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock, self._owner = threading.RLock(), OwnProcess()
 
     def _check_owner(self) -> None:
         """Refuses a process that was forked from the rank's process: both would use one connection."""
-        if os.getpid() != self._owner:
+        if not self._owner.is_this:
             raise RankError(
                 "comm",
                 ranks={self.rank: f"process {os.getpid()} was forked from it"},
-                expected=f"a call in process {self._owner}, which is rank {self.rank}",
+                expected=f"a call in process {self._owner.pid}, which is rank {self.rank}",
                 hint='In a forked child pass comm="alone"',
             )
 
@@ -313,7 +314,7 @@ class TorchComm:
         return self.common.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        if os.getpid() == self._owner:
+        if self._owner.is_this:
             self.common.drop(keys)
 
     def leader_store(self, leader: int) -> MessageStore:

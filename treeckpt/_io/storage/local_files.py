@@ -43,6 +43,7 @@ import numpy as np
 
 from ...errors import CorruptError, StoreError
 from ..os_errors import shows_damage
+from ..process import OwnProcess
 from .memory import HUGE, PAGE_NBYTES, aligned_buffer
 
 try:
@@ -190,7 +191,7 @@ class MappedReader:
     def __init__(self, fd: int) -> None:
         self.fd, self._lock = fd, threading.RLock()
         self._holders: set[object] = set()
-        self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
+        self._process = OwnProcess()  # a lease belongs to the open file, which a forked child shares
         self._able = _leases is not None and file_system(fd) in LOCAL
 
     def close(self) -> None:
@@ -245,7 +246,7 @@ class MappedReader:
 
     def take(self, holder: object) -> bool:
         """Takes the lease on the file, which all open maps share; returns whether it is held."""
-        if not self._able or os.getpid() != self._process:
+        if not self._able or not self._process.is_this:
             return False
         with self._lock:
             if not self._able:
@@ -267,7 +268,7 @@ class MappedReader:
             return False
 
     def _release(self, holder: object) -> None:
-        if os.getpid() != self._process:
+        if not self._process.is_this:
             return  # a fork inside of the body: the lease is its parent's
         with self._lock:
             if holder not in self._holders:

@@ -24,12 +24,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ..._threads import call_in_thread, start_unnamed_thread
 from ...errors import StoreError
+from ..process import OwnProcess
 from .bucket import ObjectListing, RangeResponse, VersionTag, missing_extra
 from .conditions import (
     AnswerError,
@@ -192,9 +193,13 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _WEB_PAGE = "a web page in its place"
-_users: dict[Literal["pid"], int] = {}
-"""The process that has used obstore first, of this one and those that it was forked from."""
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def _first_user() -> OwnProcess:
+    """Returns the process that has used obstore first, of this one and those that it was forked from."""
+    return OwnProcess()
 
 
 class ObstoreBucket:
@@ -521,12 +526,12 @@ class ObstoreBucket:
 
     def _check_process(self) -> None:
         """Raises StoreError in a fork of a process that has used obstore: its threads are not there, and calls hang."""
-        pid = _users.setdefault("pid", os.getpid())
-        if pid != os.getpid():
+        first = _first_user()
+        if not first.is_this:
             raise StoreError(
                 self.url,
                 expected="a process that was not forked after it had used an object store",
-                found=f"a fork of process {pid}",
+                found=f"a fork of process {first.pid}",
                 hint="Start such processes with spawn or forkserver: multiprocessing.get_context('spawn'), "
                 "DataLoader(..., multiprocessing_context='spawn')",
             )
