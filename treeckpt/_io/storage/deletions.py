@@ -67,7 +67,7 @@ from ..._core.format.files import (
     parse_progress_name,
     writer_tag,
 )
-from ..._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
 from ..._core.format.records import Index
 from ..._inspect.deletion import (
     CleanupTimes,
@@ -520,6 +520,10 @@ def restore_index(store: Store) -> bool:
             if _take_content(store, name) is not None:
                 store.delete(name)
                 return True
+            # where the other file is gone, a clean-up has found the index back, or all shards are gone too
+            shards, names = {file.name for file in decode_index(data).file_list}, store.sizes()
+            if name not in names and shards <= names.keys():
+                return True
             take_index(store, name, holds=lambda found: found == data)
     return False
 
@@ -563,7 +567,10 @@ def _decide_all(store: Store, names: Iterable[str]) -> list[str] | None:
         The names that the files have now; None if another process was faster.
     """
     decided: list[str] = []
-    for name in filter(is_undecided, names):
+    taken = list(filter(is_undecided, names))
+    if taken and INDEX_NAME in store.sizes():  # it is back, or its deletion was killed before it took it
+        return decided
+    for name in taken:
         decided.append(deleted_name(name.split(".")[1]))
         if not decide_deletion(store, name, decided[-1]):
             return None
