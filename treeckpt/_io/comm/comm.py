@@ -348,13 +348,13 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
     else:
         candidates = [_rank_of_jax(), torchrun, _rank_of_slurm(variables)]
         candidates += [_rank_in(variables, *names) for names in _MPI]
-    return next((found for found in candidates if found is not None and found.size > 1), None)
+    return next((launched for launched in candidates if launched is not None and launched.size > 1), None)
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """Returns this process's number among those that a launcher has started on this host; None where none says so."""
     variables = os.environ if environment is None else environment
-    return next((found for names in _LOCAL if (found := _rank_in(variables, *names)) is not None), None)
+    return next((launched for names in _LOCAL if (launched := _rank_in(variables, *names)) is not None), None)
 
 
 def _rank_of_slurm(variables: Mapping[str, str]) -> LaunchedRank | None:

@@ -61,8 +61,8 @@ def no_conditional_writes(url: str, condition: str, found: str) -> StoreError:
 def is_known(bucket: str, endpoint: str, condition: Condition) -> bool:
     """Whether the store's answer is known, raising StoreError if it does not honour the condition."""
     place = bucket, endpoint, condition
-    if found := _answers.get(place):
-        raise no_conditional_writes(bucket, condition, found)
+    if fault := _answers.get(place):
+        raise no_conditional_writes(bucket, condition, fault)
     return place in _answers
 
 
@@ -75,16 +75,16 @@ def find_out(bucket: str, endpoint: str, condition: Condition, put: Callable[[An
     Raises:
         StoreError: the condition is refused or ignored, or the store cannot be reached.
     """
-    found: str | None = "one that ignores them: it replaces an object that is there"
+    fault: str | None = "one that ignores them: it replaces an object that is there"
     try:
         put("create" if condition == "If-None-Match" else _NO_VERSION)
     except FileExistsError:
-        found = None
+        fault = None
     except StoreError as error:
         if not refuses_conditions(error):
             raise
-        found = f"one that refuses them: {error.found}"
-    _answers[bucket, endpoint, condition] = found
+        fault = f"one that refuses them: {error.found}"
+    _answers[bucket, endpoint, condition] = fault
     is_known(bucket, endpoint, condition)
 
 

@@ -140,8 +140,8 @@ def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
             return read_lock(store, name)
         return None, False
 
-    found = for_each(store, read, locks) if locks else ()
-    return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
+    states = for_each(store, read, locks) if locks else ()
+    return {name: owner for name, (owner, held) in zip(locks, states, strict=True) if held}
 
 
 def sizes_and_locks(store: Store, own: str = "") -> tuple[dict[str, int], dict[str, Owner | None]]:
@@ -197,8 +197,8 @@ def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
 
 def legible_save_id(state: bytes | int | None) -> str | None:
     """Returns the save id in an index that may be damaged, None where it has none."""
-    found = _SAVE_ID.search(state) if isinstance(state, bytes) else None
-    return found[1].decode() if found else None
+    match = _SAVE_ID.search(state) if isinstance(state, bytes) else None
+    return match[1].decode() if match else None
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
         store.rename(INDEX_NAME, aside, replace=True)
         try:
             # another one, where this process was stopped for minutes
-            if holds is not None and not (isinstance(found := index_state(store, aside), bytes) and holds(found)):
+            if holds is not None and not (isinstance(content := index_state(store, aside), bytes) and holds(content)):
                 raise exists_error(store, INDEX_NAME)
         except BaseException:
             store.rename(aside, INDEX_NAME, replace=False)
@@ -310,8 +310,8 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
 def take_back_index(store: Store, save_id: str) -> None:
     """Takes back the index of a save that has published it, unless another save has replaced it."""
 
-    def holds(found: bytes) -> bool:
-        return legible_save_id(found) == save_id
+    def holds(content: bytes) -> bool:
+        return legible_save_id(content) == save_id
 
     with contextlib.suppress(FileNotFoundError, CheckpointExists):
         aside = deleted_name(save_id, secrets.token_hex(8))
@@ -337,8 +337,8 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     gone = names_being_deleted()
-    found = folder.entries()
-    entries = {name: one for name, one in found.items() if (one.regular or one.link) and name not in gone}
+    listed = folder.entries()
+    entries = {name: entry for name, entry in listed.items() if (entry.regular or entry.link) and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     owned = [
@@ -452,8 +452,8 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
     now = time.time_ns()
     fact = _folder_fact(store, now)
     sizes = {file.name: file.nbytes for file in fact.files}
-    found = leftovers_of(fact, deletion_times(now))
-    return tuple(Leftover(name, sizes[name], why) for name, why in sorted(found.items()))
+    reasons = leftovers_of(fact, deletion_times(now))
+    return tuple(Leftover(name, sizes[name], why) for name, why in sorted(reasons.items()))
 
 
 def remove_leftovers(folder: Store, removal: Removal) -> str:
@@ -587,6 +587,6 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
     if not _has_other_saves(names, known):
         return
     with contextlib.suppress(Exception):
-        found = plan_removal(store, time.time_ns())
-        if isinstance(found, Removal):
-            remove_leftovers(store, msgspec.structs.replace(found, directory=False))
+        removal = plan_removal(store, time.time_ns())
+        if isinstance(removal, Removal):
+            remove_leftovers(store, msgspec.structs.replace(removal, directory=False))

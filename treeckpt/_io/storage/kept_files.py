@@ -294,8 +294,8 @@ def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
         return None
 
     records = for_each(store, read, [name for name in names if parse_progress_name(name) is not None])
-    found = [record for record in records if record is not None]
-    return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
+    readable = [record for record in records if record is not None]
+    return sorted(readable, key=lambda record: (record.started_ns, record.save_id, record.rank))
 
 
 def read_record(store: Store, name: str) -> Progress | None:

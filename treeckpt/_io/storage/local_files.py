@@ -64,15 +64,15 @@ def read_at(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     """Fills buffers in order from a file; returns the bytes read, fewer than asked for at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, parts, offset)
-    found = 0
+    filled = 0
     with _seeking, io.FileIO(fd, closefd=False) as file:
         file.seek(offset)
         for part in parts:
             count = file.readinto(part) or 0
-            found += count
+            filled += count
             if count < len(part):
                 break
-    return found
+    return filled
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> int:
@@ -155,9 +155,9 @@ def _all_in_core(libc: Any, fd: int, low: int, length: int) -> bool:
         return False
     pages = np.zeros(-(-length // SYSTEM_PAGE), np.uint8)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
-    found = libc.mincore(address, length, pages.ctypes.data)
+    failed = libc.mincore(address, length, pages.ctypes.data)
     mapped.close()
-    return found == 0 and bool((pages & 1).all())
+    return failed == 0 and bool((pages & 1).all())
 
 
 _leases: Any = fcntl if hasattr(fcntl, "F_SETLEASE") else None

@@ -64,8 +64,8 @@ def populating(memories: Sequence[memoryview]) -> Iterator[threading.Event]:
     def run() -> None:
         arrived.wait(SENDING)
         for memory in memories:
-            for at in range(0, len(memory), HUGE):
-                if arrived.is_set() or not _populate(memory[at : at + HUGE]):
+            for start in range(0, len(memory), HUGE):
+                if arrived.is_set() or not _populate(memory[start : start + HUGE]):
                     return
 
     thread = start_thread(run, "treeckpt-populate") if sum(map(len, memories)) >= HUGE else None

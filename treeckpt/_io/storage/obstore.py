@@ -132,7 +132,7 @@ def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str])
 def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of a profile in both files; those in credentials override those in config."""
     home = os.path.join(env.get("HOME", os.path.expanduser("~")), ".aws")
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
@@ -143,8 +143,8 @@ def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
         except (configparser.Error, OSError, UnicodeError):
             continue
         if parser.has_section(section):
-            found.update(parser.items(section))
-    return found
+            settings.update(parser.items(section))
+    return settings
 
 
 def _boto3_provider(url: str, name: str) -> Any:
@@ -279,17 +279,17 @@ class ObstoreBucket:
         begin, seconds = time.monotonic(), LISTING
         children = partial(self._obstore.list_with_delimiter_async, self._store, prefix or None)
         try:
-            found = self._retry("list", prefix, lambda: _within(seconds, children))
+            listing = self._retry("list", prefix, lambda: _within(seconds, children))
         except TimeoutError:
             for _ in self.walk(prefix):  # raises where it never ends
                 pass
             seconds = 2 * (time.monotonic() - begin)  # as obstore collects all pages itself
-            found = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
+            listing = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
         self._window.expect(time.monotonic() - begin)
-        if not found["objects"] and not found["common_prefixes"]:
+        if not listing["objects"] and not listing["common_prefixes"]:
             look.result() if look is not None else self._check_empty_listing(prefix)
-        files = {meta["path"]: _entry(meta) for meta in found["objects"]}
-        return ObjectListing(files, list(found["common_prefixes"]))
+        files = {meta["path"]: _entry(meta) for meta in listing["objects"]}
+        return ObjectListing(files, list(listing["common_prefixes"]))
 
     def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
         last: str | None = None
@@ -426,10 +426,10 @@ class ObstoreBucket:
 
     def _check_present(self, key: str, replace: Literal[False] | VersionTag) -> None:
         """Raises FileExistsError unless the object is what a write is to replace; it may change afterwards."""
-        found: VersionTag = {}
+        present: VersionTag = {}
         with contextlib.suppress(FileNotFoundError):
-            found = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
-        if found.get("e_tag") != (replace or {}).get("e_tag"):
+            present = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
+        if present.get("e_tag") != (replace or {}).get("e_tag"):
             raise FileExistsError(f"{self.url}/{key}")
 
     def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
@@ -465,10 +465,10 @@ class ObstoreBucket:
             self._retry("write", key, put, unless=lambda: taken > 0)
         except (StoreError, FileNotFoundError):
             # a retried end of an upload whose first response was lost finds no upload
-            found = None
+            size = None
             with contextlib.suppress(StoreError, FileNotFoundError):
-                found = self.size(key) if taken >= nbytes else None
-            if found != nbytes:
+                size = self.size(key) if taken >= nbytes else None
+            if size != nbytes:
                 raise
 
     def delete(self, key: str) -> None:

@@ -182,13 +182,13 @@ class UploadWindow:
         part, room = None, 0
         try:
             for block in blocks:
-                data, at = np.frombuffer(block, np.uint8), 0
-                while at < len(data):
+                data, taken = np.frombuffer(block, np.uint8), 0
+                while taken < len(data):
                     if part is None:
                         part, room = self._enter(), part_nbytes
-                    size = min(room, len(data) - at)
-                    at, room = at + size, room - size
-                    yield part.take(data[at - size : at])
+                    size = min(room, len(data) - taken)
+                    taken, room = taken + size, room - size
+                    yield part.take(data[taken - size : taken])
                     if not room:
                         part.close()
                         part = None
@@ -407,25 +407,25 @@ class _Run:
         self._reserved = 0
         if slow is None:
             return
-        for one in self._in_flight:
-            if one.hedged or now - one.started <= slow or self._hedged > self._done // HEDGED:
+        for request in self._in_flight:
+            if request.hedged or now - request.started <= slow or self._hedged > self._done // HEDGED:
                 continue
-            nbytes = self._held_by(one.number)
+            nbytes = self._held_by(request.number)
             if self._held + nbytes > self._memory:
                 self._reserved = nbytes
                 return
-            one.hedged = True
+            request.hedged = True
             self._hedged += 1
-            one.tries += 1
+            request.tries += 1
             self._held += nbytes
-            if start_thread(partial(self._try, one, 1), "treeckpt-hedge") is None:
-                one.tries -= 1
+            if start_thread(partial(self._try, request, 1), "treeckpt-hedge") is None:
+                request.tries -= 1
                 self._held -= nbytes
 
     def _work(self) -> None:
         """Fetches one range after the other while there is room."""
-        while (one := self._take()) is not None:
-            self._try(one, self._fetcher.tries)
+        while (request := self._take()) is not None:
+            self._try(request, self._fetcher.tries)
         with self._changed:
             self._workers -= 1
 
@@ -437,65 +437,65 @@ class _Run:
             if self._held and self._held + self._reserved + nbytes > self._memory:
                 return None
             self._held += nbytes
-            one = _InFlight(self._left.popleft(), time.monotonic())
-            self._in_flight.append(one)
-            return one
+            request = _InFlight(self._left.popleft(), time.monotonic())
+            self._in_flight.append(request)
+            return request
 
-    def _try(self, one: _InFlight, tries: int) -> None:
+    def _try(self, request: _InFlight, tries: int) -> None:
         """Fetches a range, from where its consumed bytes end, with retries; then frees its memory."""
         begin = time.monotonic()
         while True:
             started = time.monotonic()
             try:
-                self._stream(one)
+                self._stream(request)
                 break
             except Exception as error:
                 tries -= 1
-                pause = self._pause_after(error, one, tries, started, begin)
+                pause = self._pause_after(error, request, tries, started, begin)
                 if pause is None:
                     break
                 time.sleep(pause)
         with self._changed:
-            self._held -= self._held_by(one.number)
+            self._held -= self._held_by(request.number)
 
-    def _stream(self, one: _InFlight) -> None:
+    def _stream(self, request: _InFlight) -> None:
         """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
-        name, offset, nbytes = self._requests[one.number]
-        started, at, size = time.monotonic(), one.position, None
-        if nbytes > at:
-            response = self._fetcher.fetch((name, offset + at, nbytes - at))
+        name, offset, nbytes = self._requests[request.number]
+        started, position, size = time.monotonic(), request.position, None
+        if nbytes > position:
+            response = self._fetcher.fetch((name, offset + position, nbytes - position))
             size = response.size
             if size is not None:
                 nbytes = max(min(nbytes, size - offset), 0)
             pieces = map(memoryview, response.pieces)
-            while at < nbytes and len(piece := next(pieces, memoryview(b""))):
-                if not self._put(one, at, piece, size):
+            while position < nbytes and len(piece := next(pieces, memoryview(b""))):
+                if not self._put(request, position, piece, size):
                     return
-                at += len(piece)
-            if at < nbytes:
-                raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{at}, then the end")
-        if not nbytes and not self._put(one, 0, memoryview(b""), size):
+                position += len(piece)
+            if position < nbytes:
+                raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{position}, then the end")
+        if not nbytes and not self._put(request, 0, memoryview(b""), size):
             return
-        self._end(one, nbytes, started)
+        self._end(request, nbytes, started)
 
-    def _put(self, one: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
+    def _put(self, request: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
         """Consumes the bytes that start at `at` of a range, less those it has had; False if none are wanted any more.
 
         Raises:
             Exception: never that of `consume`, which ends the run.
         """
-        with one.lock:
+        with request.lock:
             with self._changed:
-                while self._first_left and one.number >= self._first and self._error is None:
+                while self._first_left and request.number >= self._first and self._error is None:
                     self._changed.wait()
-                if one.done or self._error is not None:
+                if request.done or self._error is not None:
                     return False
                 self._consuming += 1
             error: BaseException | None = None
             try:
-                if (skip := one.position - at) < len(piece) or not len(piece):
-                    self._consume(one.number, one.position, piece[skip:], size)
-                    one.position += len(piece) - skip
+                if (skip := request.position - at) < len(piece) or not len(piece):
+                    self._consume(request.number, request.position, piece[skip:], size)
+                    request.position += len(piece) - skip
             except BaseException as failed:
                 error = failed
             with self._changed:
@@ -505,7 +505,9 @@ class _Run:
                     self._changed.notify_all()
         return error is None
 
-    def _pause_after(self, error: Exception, one: _InFlight, left: int, started: float, begin: float) -> float | None:
+    def _pause_after(
+        self, error: Exception, request: _InFlight, left: int, started: float, begin: float
+    ) -> float | None:
         """Returns the seconds to the next of the tries that are left; None if there is none."""
         failure, now = FetchFailure(throttled=False, temporary=True), time.monotonic()
         if not isinstance(error, _CutShort):
@@ -513,28 +515,28 @@ class _Run:
         with self._changed:
             if failure.throttled:
                 self._fetcher.depth.throttle(started, now)
-            if one.done or self._error is not None:
+            if request.done or self._error is not None:
                 return None
             if failure.temporary and left and now - begin < RETRY_SECONDS:
                 tried = self._fetcher.tries - left
                 return min(FIRST_PAUSE * 2**tried, LONGEST_PAUSE) * random.uniform(0.5, 1)
-            one.tries -= 1
-            if not one.tries:
+            request.tries -= 1
+            if not request.tries:
                 self._error = error
                 self._changed.notify_all()
             return None
 
-    def _end(self, one: _InFlight, nbytes: int, started: float) -> None:
+    def _end(self, request: _InFlight, nbytes: int, started: float) -> None:
         """Counts a range as fetched, once; its last request was sent at `started`."""
         now = time.monotonic()
         with self._changed:
-            if one.done or self._error is not None:
+            if request.done or self._error is not None:
                 return
-            one.done = True
-            self._in_flight.remove(one)
+            request.done = True
+            self._in_flight.remove(request)
             self._fetcher.times.add(now - started)
             self._fetcher.depth.add(nbytes, now)
             self._done += 1
-            self._first_left -= one.number < self._first
-            self._small -= self._is_small(one.number)
+            self._first_left -= request.number < self._first
+            self._small -= self._is_small(request.number)
             self._changed.notify_all()
