@@ -33,7 +33,7 @@ class BackgroundCall(Generic[T]):
         self._error_reported = False
         self._is_finished, self._callbacks = False, list[Callable[[Any], object]]()
         self._changed = threading.Condition()
-        """With a lock that a signal handler may take once more, unlike that of an event."""
+        """Told of each change. Its lock, unlike that of an event, may be taken once more by a signal handler."""
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the end, and returns the result.

@@ -217,7 +217,7 @@ def _finish() -> None:
 
 
 def _forget_parent() -> None:
-    """In a forked child: its parent sends the late requests, multiprocessing forgets its finalizers, atexit nothing."""
+    """Forgets in a forked child what its parent does: late requests, and finalizers, which multiprocessing forgets."""
     for kept in (_finalizers, _called, _running, _being_deleted):
         kept.clear()
     this_process.cache_clear()
@@ -236,7 +236,7 @@ class Termination:
     def __init__(self) -> None:
         self.limit = HEARTBEAT_TIMEOUT
         self.signalled_at: float | None = None
-        """When the signal came, on the monotonic clock."""
+        """The moment at which the signal came, on the monotonic clock; None without one."""
         self._listeners = 0
 
     @property

@@ -226,7 +226,7 @@ MAX_NUMBERS = 1 << 17
 MAX_PER_RANK = 1 << 20
 """Ranks of all leaves under `PerRank` together."""
 NUMBERS_PER_BYTE = 2
-"""The same for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
+"""Offsets for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
 MAX_LEAVES_PER_RANGE = 16
 """An index with more leaves than this for each range of a cut array is not packed: it would save too little."""
 _SHORT_RUN = 3

@@ -294,7 +294,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     spec: ArraySpec | None
     """None for values."""
     stored: ArraySpec | None
-    """Of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
+    """The spec of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
 
     @property
     def as_array(self) -> Leaf:

@@ -67,7 +67,7 @@ class CommState:
     joined: bool = False
     """Whether this rank has joined a round, of this comm or of one that has it as base, and not noted its end since."""
     failed_at: float = -math.inf
-    """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
+    """The moment at which the last round was abandoned here, or ended without a rank, on the monotonic clock."""
     unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
     """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
     posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
@@ -547,7 +547,7 @@ class _StoreComms:
 
 
 _COMMS: dict[int, _StoreComms] = {}
-"""By the id of the default process group's Store. The group itself is a global of torch."""
+"""The comms of each default process group, by the id of its Store. The group itself is a global of torch."""
 
 
 def _default_store_comms() -> _StoreComms:

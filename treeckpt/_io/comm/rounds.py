@@ -100,7 +100,7 @@ class _RoundState(msgspec.Struct, array_like=True):
     """Rank 0's state of the rounds, as it is in the message store."""
 
     number: int = 0
-    """Of the round that was opened last."""
+    """The number of the round that was opened last."""
     topic: str = ""
     closed: _ClosedRound | None = None
 

@@ -39,9 +39,9 @@ class KnownIndex(msgspec.Struct, frozen=True):
     """An index that was read a moment ago."""
 
     url: str
-    """Of the checkpoint."""
+    """The URL of the checkpoint."""
     data: bytes
-    """As it is stored."""
+    """The bytes of the index as it is stored."""
     index: Index
 
 
@@ -265,7 +265,7 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
     return index
 
 
-HEADERS = 64 << 20
+HEADERS_NBYTES = 64 << 20
 """Bytes of headers that are requested at a time."""
 
 
@@ -326,7 +326,7 @@ class Checkpoint:
         headers = ArrivingHeaders(self, files, whole=whole)
         assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
-            self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
+            self.store.fetch(headers.ranges, headers.take, memory=HEADERS_NBYTES)
 
     def checksums(self, file: File) -> Checksums:
         """The checksums of a shard's blocks; raises as `shard`."""

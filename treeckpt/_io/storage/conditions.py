@@ -31,7 +31,7 @@ _HINT = (
     "(AWS_CONDITIONAL_PUT=disabled on the command line): then the last of two saves to one path at the same moment wins"
 )
 _answers: dict[tuple[str, str, Condition], str | None] = {}
-"""By bucket, endpoint and condition: what is wrong, None if the condition is honoured."""
+"""What is wrong, None if the condition is honoured, by bucket, endpoint and condition."""
 
 
 def takes_conditions(url: str, options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -90,7 +90,7 @@ def find_out(bucket: str, endpoint: str, condition: Condition, put: Callable[[An
 
 TIMEOUT = 120.0
 """Seconds without a byte, after which a request has failed."""
-CHANGED = 412
+CONDITION_FAILED = 412
 """The status of an answer to a request whose condition does not hold."""
 ANSWER_LIMIT = 64 << 10
 """Bytes of an answer that are read, at most."""
@@ -130,7 +130,7 @@ def delete_matching(url: str, version: str) -> bool:
         if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
             return False  # obstore may know the certificate
         raise AnswerError(f"HTTP error: connection: {error}") from error
-    if status == CHANGED:
+    if status == CONDITION_FAILED:
         raise FileExistsError(url)
     if status in (200, 202, 204, 404):
         return True

@@ -165,7 +165,7 @@ POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""
 LEAST_MAPPED = 64 << 10
 """Bytes below which a copy is cheaper than a map."""
-LOCAL = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
+LEASED_FILE_SYSTEMS = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
 """Magic numbers of ext4, XFS, F2FS, Btrfs and tmpfs: only this kernel changes their files, so its leases are enough."""
 
 
@@ -192,7 +192,7 @@ class MappedReader:
         self.fd, self._lock = fd, threading.RLock()
         self._holders: set[object] = set()
         self._process = OwnProcess()  # a lease belongs to the open file, which a forked child shares
-        self._able = _leases is not None and file_system(fd) in LOCAL
+        self._able = _leases is not None and file_system(fd) in LEASED_FILE_SYSTEMS
 
     def close(self) -> None:
         """Ends the creation of maps. The lease that guards open maps ends with the last of them."""
@@ -282,11 +282,11 @@ class MappedReader:
 FOLLOW_LINKS = "TREECKPT_FOLLOW_LINKS"
 """The variable of the environment by which all stores of a process, and of those it starts, follow links."""
 DIRECT_IO_ALIGNMENT = 4096
-VECTORS = 256
+MAX_VECTORS = 256
 """Buffers that one call fills, at most."""
 MAX_OPEN_FILES = 128
 """Files of a directory that stay open, with two descriptors each; the usual limit of a process is 1,024."""
-DIRECT = 64 << 10
+MIN_DIRECT_NBYTES = 64 << 10
 """Bytes below which a read uses the page cache: the device would not be faster."""
 
 
@@ -415,7 +415,7 @@ class LocalReader:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
-        cached = shared or len(out) < DIRECT or is_cached(self.fd, offset, len(out))
+        cached = shared or len(out) < MIN_DIRECT_NBYTES or is_cached(self.fd, offset, len(out))
         try:
             filled = 0 if cached else self._from_device(offset, out)
             self._copy(offset + filled, [out[filled:]], len(out) - filled)
@@ -453,7 +453,7 @@ class LocalReader:
         """Reads through the page cache."""
         rest, filled = deque(parts), 0
         while filled < nbytes:
-            count = read_at(self.fd, list(islice(rest, VECTORS)), offset + filled)
+            count = read_at(self.fd, list(islice(rest, MAX_VECTORS)), offset + filled)
             if count == 0:
                 raise too_short(str(self._path), offset, nbytes, filled)
             filled += count

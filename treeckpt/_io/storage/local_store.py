@@ -52,7 +52,7 @@ from .local_files import (
 from .memory import PAGE_NBYTES, aligned_buffer
 from .requests_in_flight import RangeFetcher, RequestDepth
 from .store import (
-    TEXT,
+    TEXT_PART_NBYTES,
     Consume,
     DirectoryEntry,
     FileRange,
@@ -216,11 +216,11 @@ class LocalStore(Store):
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
             # read(n) allocates n bytes at once, and a sparse file takes none
-            parts, filled = [file.read(min(size, TEXT) + 1)], 0
-            while size > TEXT and parts[-1]:
+            parts, filled = [file.read(min(size, TEXT_PART_NBYTES) + 1)], 0
+            while size > TEXT_PART_NBYTES and parts[-1]:
                 check_no_zeros(parts[-1], filled, f"{self.url}/{name}")
                 filled += len(parts[-1])
-                parts.append(file.read(TEXT))
+                parts.append(file.read(TEXT_PART_NBYTES))
         return b"".join(parts)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -422,7 +422,7 @@ class DirectChoice:
     def __init__(self) -> None:
         self._begun = itertools.count(1)
         self._seconds: list[tuple[float, float]] = []
-        """Of each comparison, past and through the page cache."""
+        """The seconds of each comparison, past and through the page cache."""
         self.direct = True
 
     def read_into(self, reader: LocalReader, offset: int, out: memoryview) -> None:

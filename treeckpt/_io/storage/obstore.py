@@ -172,13 +172,14 @@ PIECE = 256 << 10
 RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
 UPLOAD_RETRIES = 100
-"""The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
+"""Retries of obstore for a part of an upload, within three minutes: of many in flight some are refused many times."""
 UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
 """Between tries of a part: the next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they
 stay at 0.1 seconds, and many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
+"""Tries of any other request here, each of which obstore repeats too."""
 DELETE_TRIES = 5
-"""Of a deletion on condition, which obstore does not repeat."""
+"""Tries of a deletion on condition, which obstore does not repeat."""
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
 LISTING = 30.0

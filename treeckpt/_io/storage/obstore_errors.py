@@ -23,7 +23,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _NO_ANSWER = "HTTP error"
 _THROTTLED = (429, 503)
 _OTHER_BYTES = re.compile(r"non-partial|answered with|Requested \d")
-"""Of errors about bytes that were not asked for."""
+"""What the text of an error about bytes that were not asked for has in it."""
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )

@@ -42,15 +42,15 @@ fill the buffers of the sockets: two processors read 0.54 GB in 0.59 s with 32 a
 0.65 s and in 0.75 s."""
 MAX_REQUESTS = 192
 """Requests in flight, at most."""
-WINDOW = 0.25
+WINDOW_SECONDS = 0.25
 """Seconds over which a rate is measured, at least."""
-GAIN = 1.1
+MIN_RATE_GAIN = 1.1
 """Part by which the rate must rise for more requests in flight to stay."""
 ENOUGH_RATE_SHARE = 0.95
 """Part of the rate that fewer requests in flight must reach to be enough."""
 FEWEST = 8
 """Requests in flight below which none is tried to be saved."""
-CHANGED = 2.0
+RATE_CHANGE_FACTOR = 2.0
 """The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
 
 
@@ -82,7 +82,7 @@ class RequestDepth:
         """Counts a request that succeeded at time `now`."""
         self._nbytes += nbytes
         self._ended += 1
-        if self._ended < self.depth or now - self._begin < WINDOW:
+        if self._ended < self.depth or now - self._begin < WINDOW_SECONDS:
             return
         rate = self._nbytes / (now - self._begin)
         self.restart(now)
@@ -95,9 +95,9 @@ class RequestDepth:
         """Changes the depth after a window with a rate."""
         before, best = self._known or (self.depth, 0.0)
         if self._trying == "none":
-            if not best / CHANGED < rate < best * CHANGED:
+            if not best / RATE_CHANGE_FACTOR < rate < best * RATE_CHANGE_FACTOR:
                 self._trying, self._known = "more", None
-        elif self._trying == "more" and rate >= best * GAIN:
+        elif self._trying == "more" and rate >= best * MIN_RATE_GAIN:
             self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
             if self.depth == self._known[0]:
@@ -119,7 +119,7 @@ class RequestDepth:
 
 MAX_PARTS_IN_FLIGHT = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
-LATE, LATE_SECONDS = 4.0, 1.0
+LATE_FACTOR, LATE_SECONDS = 4.0, 1.0
 """A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
 refused, or parts in flight share a rate that far fewer would reach. To a store that takes 8 requests at a time, 128
 parts of 5 MiB take 15 s with half as many in flight after each late one, and 58 s with all of them."""
@@ -137,7 +137,7 @@ class _UploadPart:
     def __init__(self, window: UploadWindow) -> None:
         self._window, self._nbytes, self._pieces, self._whole = window, 0, 0, False
         self._sent = 0.0
-        """When all of it was taken."""
+        """The moment at which all of it was taken, on the monotonic clock."""
 
     def take(self, piece: np.ndarray) -> np.ndarray:
         with self._window.changed:
@@ -213,7 +213,7 @@ class UploadWindow:
         fastest = self._fastest[size] = min(self._fastest.get(size, seconds), seconds)
         self.in_flight -= 1
         self.depth.add(nbytes, now)
-        if seconds > max(LATE * fastest, fastest + LATE_SECONDS):
+        if seconds > max(LATE_FACTOR * fastest, fastest + LATE_SECONDS):
             self.depth.throttle(sent, now, least=FEWEST)
         self.changed.notify_all()
 

@@ -26,11 +26,11 @@ from ..._core.format.shard_header import (
 )
 from ...errors import CheckpointError, CorruptError
 from .memory import aligned_buffer
-from .store import TEXT, Store
+from .store import TEXT_PART_NBYTES, Store
 
 _ELSE = "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, on_corrupt='skip')"
 _RESTORE = f"The file was lost, changed or cut short; restore it from a copy, {_ELSE}"
-STEP = 8 << 20
+VERIFY_NBYTES = 8 << 20
 """Bytes that are verified at a time."""
 
 
@@ -51,13 +51,13 @@ class OpenedShard(msgspec.Struct, frozen=True):
 
     file: File
     hashes: Sequence[int] | Mapping[int, int]
-    """Of the blocks, by their numbers."""
+    """The checksums of the blocks, by their numbers."""
     block: int
     index: Index
     header: bytes = b""
     """The bytes of the header, where `keep` was given."""
     checks: RangeChecks | None = None
-    """Of a file of another program, which has no checksums of blocks."""
+    """The checksums of a file of another program, which has none of blocks; None for a shard."""
 
 
 def read_header(
@@ -80,16 +80,16 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
     file_size = store.sizes().get(name, 0) if file_size is None else file_size
-    data = bytearray(min(wanted or 8, TEXT, max(file_size, 8)))
+    data = bytearray(min(wanted or 8, TEXT_PART_NBYTES, max(file_size, 8)))
     store.read_into(name, 0, memoryview(data))
     size = _header_size(data, label, file_size, wanted)
-    if len(data) < min(size, TEXT):
-        data = bytearray(min(size, TEXT))
+    if len(data) < min(size, TEXT_PART_NBYTES):
+        data = bytearray(min(size, TEXT_PART_NBYTES))
         store.read_into(name, 0, memoryview(data))
-    if size > TEXT:
+    if size > TEXT_PART_NBYTES:
         check_no_zeros(data[8:], 8, label)
-    for start in range(TEXT, size, TEXT):
-        part = bytearray(min(size - start, TEXT))
+    for start in range(TEXT_PART_NBYTES, size, TEXT_PART_NBYTES):
+        part = bytearray(min(size - start, TEXT_PART_NBYTES))
         store.read_into(name, start, memoryview(part))
         check_no_zeros(part, start, label)
         data += part
@@ -341,7 +341,7 @@ def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | N
     file, block = shard.file, shard.block
     low = start // block * block
     high = file.nbytes if stop is None else min(-(-stop // block) * block, file.nbytes)
-    step = STEP // block * block or block
+    step = VERIFY_NBYTES // block * block or block
     buffer = aligned_buffer(step, huge=True)
     for offset in range(low, high, step):
         data = buffer[: min(step, high - offset)]
