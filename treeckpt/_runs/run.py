@@ -45,7 +45,9 @@ from .._inspect.deletion import (
 from .._io.os_errors import write_errors_wrapped
 from .._io.storage.checkpoint import KnownIndex, NewestIndex
 from .._io.storage.deletions import (
+    DECIDED,
     GRACE,
+    decide_deletion,
     delete_files,
     deletion_times,
     file_facts,
@@ -359,10 +361,8 @@ class RunDirectory:
         Raises:
             FileNotFoundError: another process has deleted it.
         """
-        store, taken = folder, False
+        store, taken, marked = folder, False, False
         assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        if not store.traits.renames:
-            store.publish(mark, b"{}", replace=True)
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
@@ -376,6 +376,9 @@ class RunDirectory:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
                 return why or _REPLACED
+            if not store.traits.renames:
+                marked = True
+                store.publish(mark, index if isinstance(index, bytes) else DECIDED, replace=True)
             taken = True  # it may be, also where an interrupt comes or an answer is lost
             try:
                 take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
@@ -390,20 +393,18 @@ class RunDirectory:
                     with contextlib.suppress(FileNotFoundError):  # a save or clean-up has put it back
                         store.rename(mark, INDEX_NAME, replace=False)
                 elif isinstance(index, bytes):
-                    store.publish(INDEX_NAME, index, replace=False)
+                    with contextlib.suppress(CheckpointExists):
+                        store.publish(INDEX_NAME, index, replace=False)
                 return "it has been pinned meanwhile"
-            if store.traits.renames:
-                try:
-                    store.rename(mark, removal.files[-1], replace=True)  # from here on nobody puts it back
-                except FileNotFoundError:
-                    if index_of_save(folder, removal.save_id) is None:
-                        raise
-                    return "it has been pinned meanwhile"
+            if not decide_deletion(store, mark, removal.files[-1]):
+                if index_of_save(folder, removal.save_id) is None:
+                    raise FileNotFoundError(f"{folder.place}/{mark}")
+                return "it has been pinned meanwhile"
             return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
         except CheckpointExists:
             return _REPLACED
         finally:
-            if not taken and not store.traits.renames:
+            if marked and not taken:
                 store.delete(mark)
 
     def _reason_to_keep(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> str:
