@@ -36,7 +36,7 @@ from .._loading.leaf_moments import LeafMoments
 from .._loading.verify import verify_checkpoint
 from ..errors import TreeckptError
 from ..reports import Problem, VerifyReport
-from .statistics_store import StatisticsStore, key_of_parts, place_of
+from .statistics_store import StatisticsStore, cache_key
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -235,7 +235,7 @@ class VerificationStore:
             beside: whether the folder has a file that says that the save is damaged: only then is it read. It counts,
                 unless this user's cache has a later verification that found all intact, and could not remove it.
         """
-        found = self._find(_name(folder.place, save_id)) if save_id is not None else None
+        found = self._find(_file_name(folder, save_id)) if save_id is not None else None
         if save_id is None or found is None or found.save_id != save_id or (found.beside and not beside):
             found = None
         if beside and save_id is not None:
@@ -281,7 +281,7 @@ class VerificationStore:
         """
         if not verification.complete and not verification.total:
             return []
-        name, save_id, failed = _name(folder.place, verification.save_id), verification.save_id, list[str]()
+        save_id, failed = verification.save_id, list[str]()
         entries, before = dict[str, DirectoryEntry](), None
         try:
             entries = folder.listed().entries()
@@ -303,7 +303,7 @@ class VerificationStore:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
                 file.write(msgspec.json.encode(verification))
-            Path(file.name).replace(self.directory / name)
+            Path(file.name).replace(self.directory / _file_name(folder, save_id))
         except OSError as error:
             failed.append(f"the result could not be written to the cache: {error}")
         return failed
@@ -370,5 +370,5 @@ def _is_written_since(folder: Store, name: str, verdict: Verification) -> bool:
     return False
 
 
-def _name(url: str, save_id: str) -> str:
-    return f"{key_of_parts(place_of(url), save_id)}.json"
+def _file_name(folder: Store, save_id: str) -> str:
+    return f"{cache_key((folder.place, save_id))}.json"
