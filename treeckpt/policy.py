@@ -27,6 +27,9 @@ import msgspec
 from .errors import TreeckptError
 
 __all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"]
+MAX_POLICIES = 16
+"""Policies of one text, which may come from a link."""
+_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 
 
 class StepInfo(msgspec.Struct, frozen=True):
@@ -232,11 +235,6 @@ def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
             chosen.append(info.step)
             last = info.created_ns
     return chosen
-
-
-MAX_POLICIES = 16
-"""Policies of one text, which may come from a link."""
-_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 
 
 class KeepError(ValueError):

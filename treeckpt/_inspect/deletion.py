@@ -43,6 +43,7 @@ from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 _NO_SAVE = "0" * 16
 """The save id in the mark of an index that no save can be told of."""
 _LOCKS = frozenset({"deleting", "repairing"})
+_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -206,9 +207,6 @@ def plan_cleanup(
 def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
     """Returns the names of files that treeckpt did not write."""
     return tuple(sorted(name for name in names if parse_file_name(name) is None))
-
-
-_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
 
 
 def proof_order(name: str) -> int:

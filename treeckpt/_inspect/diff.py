@@ -42,6 +42,15 @@ Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
 MAX_CHUNKS = 10_000
 """Explicit pieces of one array that are compared."""
+_KINDS = {
+    AliasRecord: "tie",
+    ValueRecord: "value",
+    PerRankValues: "value per rank",
+    PerRankArrays: "array per rank",
+    ArrayRecord: "array",
+    BlobRecord: "value",
+    PerRankBlobs: "value per rank",
+}
 
 
 class Added(msgspec.Struct, frozen=True, tag="added"):
@@ -166,17 +175,6 @@ def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
 def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:
     """Returns leaves by path, and by a number where groups of ranks share a path."""
     return {(path, at): leaf for path, leaves in index.by_path.items() for at, leaf in enumerate(leaves)}
-
-
-_KINDS = {
-    AliasRecord: "tie",
-    ValueRecord: "value",
-    PerRankValues: "value per rank",
-    PerRankArrays: "array per rank",
-    ArrayRecord: "array",
-    BlobRecord: "value",
-    PerRankBlobs: "value per rank",
-}
 
 
 def _kind(leaf: Leaf) -> str:

@@ -24,7 +24,7 @@ from ..errors import FormatError, MismatchError
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves are below this, because they are stored as a signed integer of 64 bits."""
-SEARCHED = 8192
+SEARCHED_AT_ONCE = 8192
 """Paths that a search tests at once, before it tests each of them."""
 LEAF = ("leaf", "")
 """The kind and the class of a leaf; see `OutlineColumns.forms`."""
@@ -244,8 +244,8 @@ class Outline:
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         """Yields the numbers of such leaves."""
         holds, total = words_in(text), len(self._columns.spec)
-        for low in range(start, total, SEARCHED):
-            high = min(low + SEARCHED, total)
+        for low in range(start, total, SEARCHED_AT_ONCE):
+            high = min(low + SEARCHED_AT_ONCE, total)
             folded = self._paths.run(low, high).casefold()
             if not holds(folded):
                 continue

@@ -26,8 +26,19 @@ AGREEMENT = "agree"
 """The phase that ends on all ranks at one time."""
 TOLERANCE_NS = 100_000_000
 """Nanoseconds: hosts whose clocks differ by less are left as they are, for a message can take as long."""
-MAX_NAMES = 3
+MAX_NAMED_HOSTS = 3
 """Hosts that a text names."""
+ROOT_SPAN = "save"
+"""The name of the span around all others."""
+LATE_CALL = "late call"
+"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
+WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+"""Phases in which a rank mostly waits for others."""
+COORDINATOR_PHASES = frozenset({"publish"})
+"""Phases of the coordinator alone."""
+COPYING_PHASES = frozenset({"stage"})
+"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
+them."""
 
 
 class HostClock(msgspec.Struct, frozen=True):
@@ -73,26 +84,13 @@ def clocks_text(clocks: Sequence[HostClock]) -> str:
     named = [
         f"that of {visible(clock.name)} is {seconds_text(abs(clock.ahead_ns) / 1e9)} "
         + ("ahead" if clock.ahead_ns > 0 else "behind")
-        for clock in clocks[:MAX_NAMES]
+        for clock in clocks[:MAX_NAMED_HOSTS]
     ]
-    more = [f"{len(clocks) - MAX_NAMES} more differ"] if len(clocks) > MAX_NAMES else []
+    more = [f"{len(clocks) - MAX_NAMED_HOSTS} more differ"] if len(clocks) > MAX_NAMED_HOSTS else []
     return (
         f"The clocks of the hosts differ: {', '.join(named + more)}. "
         "All times are corrected by that, to the precision of a message between hosts."
     )
-
-
-ROOT_SPAN = "save"
-"""The name of the span around all others."""
-LATE_CALL = "late call"
-"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
-WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
-"""Phases in which a rank mostly waits for others."""
-COORDINATOR_PHASES = frozenset({"publish"})
-"""Phases of the coordinator alone."""
-COPYING_PHASES = frozenset({"stage"})
-"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
-them."""
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
@@ -246,13 +244,9 @@ def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: in
     return total
 
 
-def profile_of(timings: Timings) -> SaveProfile:
-    """Summarizes the spans of a save."""
-    return profile_of_spans(timings, SpanColumns.of(timings))
-
-
-def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
-    """Summarizes the spans of a save, whose columns are given."""
+def profile_of(timings: Timings, spans: SpanColumns | None = None) -> SaveProfile:
+    """Summarizes the spans of a save; `spans` are their columns, if the caller has them."""
+    spans = SpanColumns.of(timings) if spans is None else spans
     if not len(spans.rank):
         return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)

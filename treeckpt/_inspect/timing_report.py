@@ -36,7 +36,7 @@ from .profile import (
     SpanColumns,
     clocks_text,
     covered_ns,
-    profile_of_spans,
+    profile_of,
     span_lanes,
 )
 
@@ -47,6 +47,9 @@ MIN_LOSS_NS = 1_000_000
 """Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
 MIN_SHARE = 0.01
 """Part of the duration of the save below which a loss is none either."""
+MAX_STEPS = 1000
+MIN_WAIT_SHARE = 0.1
+"""The share of a save below which the wait for the last call is not worth a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +188,6 @@ def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray, least_ns: float)
     ]
 
 
-MAX_STEPS = 1000
-
-
 class CriticalSegment(msgspec.Struct, frozen=True):
     """A part of the critical path: one phase of one rank."""
 
@@ -265,10 +265,6 @@ def _append_segment(found: list[CriticalSegment], segment: CriticalSegment) -> N
     found.append(segment)
 
 
-MIN_WAIT_SHARE = 0.1
-"""The share of a save below which the wait for the last call is not worth a sentence."""
-
-
 def late_call_text(profile: SaveProfile, hosts: Sequence[Host]) -> str:
     """Returns a sentence without a full stop; empty where the wait for the last call was short.
 
@@ -308,7 +304,7 @@ class TimingReport:
 
     @cached_property
     def profile(self) -> SaveProfile:
-        return profile_of_spans(self.timings, self.spans)
+        return profile_of(self.timings, self.spans)
 
     @cached_property
     def matrix(self) -> PhaseMatrix:

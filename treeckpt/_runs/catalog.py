@@ -49,6 +49,12 @@ from .active_saves import SaveUnderWay, saves_under_way
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+CONCURRENT_READS = 64
+"""Folders of an object store that are read at a time, at most."""
+READ_MEMORY = 512 << 20
+"""Bytes of indexes that are read at a time, at most, unless one is larger."""
 
 
 class StatCache(Protocol):
@@ -105,10 +111,6 @@ def _result(kept: Any) -> Any:
     if isinstance(kept, TreeckptError):
         raise kept.with_traceback(None)
     return kept
-
-
-METRICS = "metrics"
-"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):
@@ -352,10 +354,6 @@ def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
     return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
 
 
-CONCURRENT_READS = 64
-"""Folders of an object store that are read at a time, at most."""
-READ_MEMORY = 512 << 20
-"""Bytes of indexes that are read at a time, at most, unless one is larger."""
 OnRead = Callable[[int, int], object]
 """Takes how many directories of a run were read, and how many there are."""
 Files = dict[str, DirectoryEntry]

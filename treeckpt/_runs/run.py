@@ -88,6 +88,7 @@ from .verification import (
 
 _REPLACED = "another save has been committed there meanwhile"
 _write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
+_log = logging.getLogger("treeckpt")
 
 
 class RunDirectory:
@@ -453,9 +454,6 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
-
-
-_log = logging.getLogger("treeckpt")
 
 
 class CheckpointSelector:

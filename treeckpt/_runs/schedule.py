@@ -43,8 +43,13 @@ from ..errors import RankError, TreeckptError
 
 _LOADERS = ("torch.utils.data", "torchdata")
 """The packages whose functions the workers of data loaders run."""
-_END = 5.0
+_WORKER_END_SECONDS = 5.0
 """Seconds to wait at most for the end of a killed worker; one that waits for a disk may take longer."""
+_log = logging.getLogger("treeckpt")
+_KEPT_DECISIONS = 256
+"""Decisions to save that stay in the message store, for ranks that are behind."""
+_WORKER_ERROR = "DataLoader worker"
+"""How torch's errors about dead workers begin."""
 
 
 class LoaderWorkers:
@@ -107,18 +112,13 @@ def _kill(popen: Any) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         popen.kill()
-        popen.wait(_END)
+        popen.wait(_WORKER_END_SECONDS)
     finally:
         if before is not None:
             signal.signal(signal.SIGCHLD, before)
 
 
 LOADER_WORKERS = LoaderWorkers()
-
-
-_log = logging.getLogger("treeckpt")
-_HISTORY = 256
-"""Decisions to save that stay in the message store, for ranks that are behind."""
 
 
 class _SchedulePlan(msgspec.Struct, array_like=True):
@@ -210,7 +210,7 @@ class SaveSchedule:
     def _decide(self) -> _SchedulePlan:
         """On rank 0: decides about the next call; returns the decisions."""
         plan, following = self._plan, self._calls + 1
-        due, stop = plan.due[-_HISTORY:], plan.stop
+        due, stop = plan.due[-_KEPT_DECISIONS:], plan.stop
         if self._is_time():
             due = [*due, following]
             self.restart()
@@ -307,10 +307,6 @@ class SaveSchedule:
             signal.raise_signal(self.signum)
 
 
-_WORKERS = "DataLoader worker"
-"""How torch's errors about dead workers begin."""
-
-
 class LoopState:
     """The state of a loop for a last save, where a signal ends workers of its data loader, and their error the loop.
 
@@ -368,7 +364,7 @@ class LoopState:
 
 def is_of_workers(error: BaseException) -> bool:
     """Whether an error is that of dead workers of a data loader, or follows one."""
-    return any(_WORKERS in str(one) for one in _chain(error))
+    return any(_WORKER_ERROR in str(one) for one in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

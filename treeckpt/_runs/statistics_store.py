@@ -32,6 +32,22 @@ MAX_LINE = 1 << 16
 """Bytes of the line of JSON."""
 MAX_DIRECTORY_NBYTES = 1 << 30
 """Bytes of all files of a directory; beyond that the oldest are deleted."""
+MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
+STATISTICS_COLUMNS = (
+    {"leaf": "<i8", "key": "<u8"}
+    | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
+    | {"low_rest": "<f8", "high_rest": "<f8"}
+    | {"order": "<i8", "score": "<f8", "factor": "<f8", "peak": "<f8"}
+)
+"""The number of the leaf, a hash of its path, and the fields of `Moments` and of `Ranking`.
+
+`low_rest` is what an integer `low` has beyond its float64, NaN where `low` is no integer; `high_rest` likewise.
+"""
+NUMBERS = ("elements", "changed", "not_finite", "max_abs", "before", "after", "change", "cosine")
+CHANGE_COLUMNS = {"leaf_a": "<i8", "leaf_b": "<i8"} | {
+    name: "<i8" if name in NUMBERS[:3] else "<f8" for name in NUMBERS
+}
+"""The numbers of the leaves, and fields of `Delta`; NaN stands for None."""
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -101,19 +117,6 @@ class _ColumnFiles(Generic[C]):
                 over -= one.stat().st_size
                 one.unlink()
         return True
-
-
-MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
-STATISTICS_COLUMNS = (
-    {"leaf": "<i8", "key": "<u8"}
-    | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
-    | {"low_rest": "<f8", "high_rest": "<f8"}
-    | {"order": "<i8", "score": "<f8", "factor": "<f8", "peak": "<f8"}
-)
-"""The number of the leaf, a hash of its path, and the fields of `Moments` and of `Ranking`.
-
-`low_rest` is what an integer `low` has beyond its float64, NaN where `low` is no integer; `high_rest` likewise.
-"""
 
 
 class StatisticsHead(Columns, frozen=True):
@@ -189,13 +192,6 @@ class StatisticsStore(_ColumnFiles[StatisticsHead]):
         keys = {"leaf": list(found), "key": [_key(path) for path in paths]}
         ranking = asdict(rank_unusual(paths, columns))
         return self.write(cache_key((url, index.save_id)), head, {**keys, **columns, **ranking})
-
-
-NUMBERS = ("elements", "changed", "not_finite", "max_abs", "before", "after", "change", "cosine")
-CHANGE_COLUMNS = {"leaf_a": "<i8", "leaf_b": "<i8"} | {
-    name: "<i8" if name in NUMBERS[:3] else "<f8" for name in NUMBERS
-}
-"""The numbers of the leaves, and fields of `Delta`; NaN stands for None."""
 
 
 class ComparedSave(msgspec.Struct, frozen=True):
