@@ -1,8 +1,8 @@
 """Lists the saves under way in a checkpoint's directory, and their progress, from the records that ranks keep there.
 
 A save that has ended removes its records; one that was killed leaves its last ones. It is reported as killed if its
-coordinator's process is known to have ended; otherwise, `STALLED_SECONDS` after the last change, as stalled: it hangs, or
-was killed where that cannot be seen from here. Records that do not decode are skipped. Lists, pages and commands all
+coordinator's process is known to have ended; otherwise, `STALLED_SECONDS` after the last change, as stalled: it hangs,
+or was killed where that cannot be seen from here. Records that do not decode are skipped. Lists, pages and commands all
 take the state and its sentence from here.
 """
 
