@@ -369,9 +369,9 @@ def load_fails(
     """Loading, with and without a target, fails alike, and leaves the target as it was."""
     target = whole_tree(seed=9)
     for act in (
-        lambda: tc.load(path, per_rank="take"),
-        lambda: tc.load(path, whole_tree(), per_rank="take"),
-        lambda: tc.load_into(path, target, per_rank="take", verify=verify),
+        lambda: tc.load(path, fallback=tc.Fallback(per_rank="take")),
+        lambda: tc.load(path, whole_tree(), fallback=tc.Fallback(per_rank="take")),
+        lambda: tc.load_into(path, target, read=tc.ReadOptions(verify=verify), fallback=tc.Fallback(per_rank="take")),
     ):
         with pytest.raises(tc.TreeckptError) as caught:
             act()
@@ -404,7 +404,7 @@ def test_a_truncated_shard(saved: Path) -> None:
         error = load_fails(saved, tc.CorruptError, name=name.name)
         assert f"{len(data)} bytes" in error.expected
         name.write_bytes(data)
-    assert_equal(tc.load(saved, per_rank="take"), whole_tree())
+    assert_equal(tc.load(saved, fallback=tc.Fallback(per_rank="take")), whole_tree())
 
 
 def test_a_grown_shard(saved: Path) -> None:
@@ -455,7 +455,7 @@ def test_a_flipped_byte_in_the_index(saved: Path) -> None:
 def test_a_flipped_byte_in_the_timings_harms_no_load(saved: Path) -> None:
     (timings,) = saved.glob("timings.*")
     flip(timings, 100)
-    assert_equal(tc.load(saved, per_rank="take"), whole_tree())
+    assert_equal(tc.load(saved, fallback=tc.Fallback(per_rank="take")), whole_tree())
     report = tc.verify(saved)
     assert [problem.file for problem in report.problems] == [timings.name]
 

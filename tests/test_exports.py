@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import pickle
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
 import msgspec
@@ -19,11 +22,13 @@ from treeckpt._runs.run import CleanReport
 
 NAMES = [
     "ArraySpec",
+    "BackgroundOptions",
     "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
+    "Fallback",
     "FormatError",
     "From",
     "FromRank",
@@ -41,6 +46,7 @@ NAMES = [
     "PendingLoad",
     "PerRank",
     "RankError",
+    "ReadOptions",
     "Region",
     "SaveReport",
     "Sharded",
@@ -201,6 +207,8 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 NO_TORCH = """
 import sys
+import types
+import typing
 class NoTorch:
     def find_spec(name, path, target=None):
         if name.partition(".")[0] == "torch":
@@ -247,7 +255,7 @@ def test_what_needs_torch_says_so_where_it_is_not_installed(tmp_path: Path) -> N
         "import treeckpt as tc",
         "tc.inspect(path)",
         "assert tc.verify(path).ok",
-        "tc.load(path); tc.load_into(path, tc.load(path, copy=True))",
+        "tc.load(path); tc.load_into(path, tc.load(path, read=tc.ReadOptions(copy=True)))",
         "tc.save(path, {'w': np.ones(3), 'v': 1}, overwrite=True)",
         "os.unlink(path + '/index.json'); tc.rebuild_index(path)",
         "tc.abstract({'w': np.ones(3)})",
@@ -264,3 +272,14 @@ def test_without_tensors_no_torch_is_imported(tmp_path: Path, code: str) -> None
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", ["treeckpt", *(f"treeckpt.{one}" for one in PUBLIC_MODULES)])
+def test_public_classes_and_functions_name_public_modules_where_they_can_be_found(name: str) -> None:
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        one = getattr(module, public)
+        if isinstance(one, (type, types.FunctionType)):
+            assert one.__module__.startswith("treeckpt") and "._" not in one.__module__, one
+            assert pickle.loads(pickle.dumps(one)) is one
+            assert not isinstance(one, type) or typing.get_type_hints(one) is not None

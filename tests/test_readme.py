@@ -96,7 +96,7 @@ class Batches:
 
 def test_the_lines_for_another_number_of_ranks_do_as_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    [block] = [one for one in blocks_of(RANKS) if "world_changed" in one]
+    [block] = [one for one in blocks_of(RANKS) if "per_rank=" in one]
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
 

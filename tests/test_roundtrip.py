@@ -262,7 +262,7 @@ def test_load_into_fills_arrays_and_values_in_place(tmp_path: pathlib.Path) -> N
 
 def test_copies_have_memory_of_their_own(tmp_path: pathlib.Path) -> None:
     tc.save(tmp_path / "c", {"a": torch.zeros(100), "b": torch.zeros(100)})
-    back = tc.load(tmp_path / "c", copy=True)
+    back = tc.load(tmp_path / "c", read=tc.ReadOptions(copy=True))
     back["a"].untyped_storage().resize_(0)
     assert not back["b"].any()
 
@@ -271,7 +271,7 @@ def test_mapped_arrays_are_read_when_touched_and_never_written_back(tmp_path: pa
     tree = {f"k{i}": torch.full((100_000,), float(i)) for i in range(5)}
     tc.save(tmp_path / "c", tree)
     reports: list[tc.LoadReport] = []
-    back = tc.load(tmp_path / "c", mmap=True, on_report=reports.append)
+    back = tc.load(tmp_path / "c", read=tc.ReadOptions(mmap=True), on_report=reports.append)
     assert reports[0].read_nbytes == 0 and all(torch.equal(back[key], tree[key]) for key in tree)
     back["k1"].zero_()
     assert torch.equal(tc.load(tmp_path / "c")["k1"], tree["k1"]) and tc.verify(tmp_path / "c").ok

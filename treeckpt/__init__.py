@@ -58,6 +58,7 @@ from ._api import (
 )
 from ._arrays.sharded import Sharded
 from ._core.format.records import Index
+from ._core.public_names import publish
 from ._core.sharding.region import Region
 from ._core.tree.containers import FromRank
 from ._core.tree.flatten import PerRank
@@ -67,9 +68,11 @@ from ._core.tree.spec import ArraySpec
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import LocalStore, MemoryStore
 from ._loading.background import PendingLoad
+from ._loading.options import Fallback, ReadOptions
 from ._loading.overlay import Bank, From
 from ._runs.manager import Manager
 from ._saving.future import Pending
+from ._saving.options import BackgroundOptions
 from .errors import (
     CheckpointError,
     CheckpointExists,
@@ -87,11 +90,13 @@ from .reports import LoadReport, SaveReport, VerifyReport
 
 __all__ = [
     "ArraySpec",
+    "BackgroundOptions",
     "Bank",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointNotFound",
     "CorruptError",
+    "Fallback",
     "FormatError",
     "From",
     "FromRank",
@@ -109,6 +114,7 @@ __all__ = [
     "PendingLoad",
     "PerRank",
     "RankError",
+    "ReadOptions",
     "Region",
     "SaveReport",
     "Sharded",
@@ -134,6 +140,7 @@ __all__ = [
     "trees",
     "verify",
 ]
+publish(__name__, __all__, globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Unpack, cast
+
+import msgspec
 
 from ._arrays.expanded_tree import state_tree
 from ._arrays.samples import Comparison
@@ -21,12 +23,12 @@ from ._loading.background import PendingLoad, start_load
 from ._loading.keywords import LoadAsyncKeywords, LoadKeywords
 from ._loading.match import LoadOptions
 from ._loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
+from ._loading.options import IN_PLACE, Fallback, ReadOptions, fallback_of, fallback_of_load, read_of
 from ._loading.overlay import Bank, Selection, globs_of
-from ._loading.read_batch import Verify
 from ._loading.run_load import run_load, run_load_into
 from ._saving.background import prewarm_tree, save_async_tree
 from ._saving.future import Pending
-from ._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from ._saving.options import BackgroundOptions, SaveOptions, background_of, shard_limit
 from ._saving.save import save_tree
 from ._saving.sidecar_files import SidecarContent
 from .errors import MismatchError
@@ -50,6 +52,7 @@ __all__ = [
 
 SavePath = str | os.PathLike[str] | Store
 _DROPPED = "This rank's tree, if it was loaded, is dropped"
+_NO_ARRAY = "No array is read here: leave it out"
 AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
 
 
@@ -106,13 +109,15 @@ def save(
     """
     options = SaveOptions(
         step=None if step is None else check_step(step),
+        custom_metadata=custom_metadata,
+        files=files,
         overwrite=overwrite,
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),
         namespace=namespace,
     )
-    return save_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
+    return save_tree(open_store(path), tree, as_comm(comm), options)
 
 
 @checks_options
@@ -130,10 +135,7 @@ def save_async(
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
     namespace: str = "",
-    staging: StagingMode = "copy",
-    writer: WriterKind = "process",
-    busy: BusyPolicy = "wait",
-    timeout: float | None = None,
+    background: BackgroundOptions | None = None,
 ) -> Pending:
     """Saves a tree in the background. Call it on every rank.
 
@@ -146,51 +148,44 @@ def save_async(
     40
 
     Args:
-        staging: "copy" copies before it returns. "lazy" returns at once and copies beside the next forward and
-            backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
-            copied, or call `Pending.wait_staged` before anything changes. It saves time where a step's forward and
-            backward take longer than the copy and leave memory bandwidth free, as on a GPU; on a CPU that trains on
-            all its cores it only moves the time.
-        writer: "process" writes from a process of its own, started once and kept, so that the training's interpreter
-            is not slowed down; "thread" from this one. A store in this process's memory is written by the thread.
-        busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
-            an "error".
-        timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
-            default the comm's, and for as long as an earlier save takes. More than 0.
+        background: how it goes: `BackgroundOptions(staging=..., writer=..., busy=..., timeout=...)`.
 
     See `save` for the other arguments and errors.
 
     Raises:
         CheckpointError: an earlier background save failed, and its result was not requested; or one is still running,
-            and `busy` is "error".
+            and `background.busy` is "error".
     """
     options = SaveOptions(
         step=None if step is None else check_step(step),
+        custom_metadata=custom_metadata,
+        files=files,
         overwrite=overwrite,
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),
         namespace=namespace,
-        busy=busy,
-        staging=staging,
-        writer=writer,
-        timeout=timeout,
+        background=background_of(background, "save_async"),
     )
-    return save_async_tree(open_store(path), tree, as_comm(comm), options, custom_metadata, files=files)
+    return save_async_tree(open_store(path), tree, as_comm(comm), options)
 
 
+@checks_options
 @saves
-def prewarm(tree: object, *, writer: WriterKind = "process", comm: AnyComm = None) -> None:
+def prewarm(tree: object, *, background: BackgroundOptions | None = None, comm: AnyComm = None) -> None:
     """Prepares for background saves of trees like this one, so that the first save takes no longer than others.
 
     Starts the writer, computes the plan, and allocates the memory for staging. Call it on every rank.
 
     >>> tc.prewarm(model.state_dict())
 
+    Args:
+        background: that of the saves.
+
     Raises:
         TreeckptError: the tree cannot be saved.
     """
-    prewarm_tree(tree, as_comm(comm), writer)
+    prewarm_tree(tree, as_comm(comm), background_of(background, "prewarm").writer)
 
 
 @checks_options
@@ -207,18 +202,12 @@ def load(
     ids: Any = None,
     cast: bool = False,
     device: str | None = None,
-    verify: Verify = True,
-    on_corrupt: Literal["error", "skip"] = "error",
-    per_rank: Literal["error", "take"] = "error",
-    copy: bool = False,
-    mmap: bool = False,
-    read: Literal["each", "once"] = "each",
-    memory: int | None = None,
+    read: ReadOptions | None = None,
+    fallback: Fallback | None = None,
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
     together: bool = False,
-    follow_links: bool = False,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Loads a checkpoint as a new tree; dense arrays have like's order of dimensions in memory, else the saved one.
@@ -228,35 +217,44 @@ def load(
     >>> tree = tc.load("run/step_00000100", {"model": {"weight": torch.empty(2, 4), "bias": ...}, "step": 0})
 
     Args:
-        path, follow_links: as for save, or of other programs; a `Bank` or list: later ones win; with links out of it.
+        path: as for save, or of a checkpoint of another program; a `Bank` or a list: later ones win.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
         ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
-        verify: compares checksums of all that is read; "first" matters to `load_into` alone.
-        on_corrupt, on_report: "skip" salvages, on all ranks, no Bank: what is damaged is `...`; gets the `LoadReport`.
-        per_rank: in another world size, refuse `PerRank` state, or take that of rank modulo the old world.
-        copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.
-        mmap: maps whole arrays, in C order: bytes come when touched, without checksums, from a file that has to stay.
-        read: "once" has what several ranks of a host want read by one and handed on; every rank has to call.
-        memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
+        read: how bytes are read: `ReadOptions(verify=..., memory=..., once=..., mmap=..., copy=..., follow_links=...)`.
+        fallback: what to do with damage, and with `PerRank` state of another number of ranks:
+            `Fallback(on_corrupt=..., per_rank=...)`.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm, together: this rank, of how many, as for `save` or by the launcher; all call, what fails fails on all.
+        on_report: gets the `LoadReport`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
-        options = LoadOptions(globs_of(select), strict, cast, device, verify, per_rank, copy, mmap, allow_pickle,
-            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms), ids=ids)  # fmt: skip
-        tree, report = run_load(following(path, follow_links), like, comm, options, on_corrupt)
+        options = LoadOptions(
+            select=globs_of(select),
+            exclude=globs_of(exclude, "exclude"),
+            rules=as_rules(rename, transforms),
+            strict=strict,
+            ids=ids,
+            cast=cast,
+            device=device,
+            read=read_of(read, "load"),
+            fallback=fallback_of_load(fallback, "load"),
+            allow_pickle=allow_pickle,
+            namespace=namespace,
+        )
+        tree, report = run_load(following(path, options.read.follow_links), like, comm, options)
     if on_report is not None:
         call_back(on_report, report)
     return tree
 
 
+@checks_options
 @takes_no_save
 def load_abstract(
     path: CheckpointPath | Bank | Sequence[Any],
@@ -265,11 +263,11 @@ def load_abstract(
     exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    per_rank: Literal["error", "take"] = "take",
+    read: ReadOptions | None = None,
+    fallback: Fallback | None = None,
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
-    follow_links: bool = False,
 ) -> Any:
     """The tree of a checkpoint with its values, and an `ArraySpec` in the place of each array; it reads no array.
 
@@ -279,19 +277,30 @@ def load_abstract(
     (2,)
 
     Args:
-        path, select, exclude, rename, transforms, allow_pickle, namespace, follow_links: as for `load`.
-        per_rank: in another world size, take `PerRank` state of rank modulo the old world, or refuse it.
+        path, select, exclude, rename, transforms, allow_pickle, namespace: as for `load`.
+        read, fallback: as for `load`, but that no array is read: `mmap`, `copy`, `once` and `on_corrupt` are refused,
+            and `per_rank` is "take" by default.
         comm: which rank this is, as for `load`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
         MismatchError: a glob means nothing, or a class is not in this program.
     """
+    read = read_of(read, "load_abstract", dict.fromkeys(("mmap", "copy", "once"), _NO_ARRAY))
+    fallback = fallback_of_load(fallback, "load_abstract", {"on_corrupt": _NO_ARRAY})
+    if fallback.per_rank is None:
+        fallback = msgspec.structs.replace(fallback, per_rank="take")
     options = LoadOptions(
-        globs_of(select), per_rank=per_rank, allow_pickle=allow_pickle, namespace=namespace,
-        exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms), specs_only=True,
-    )  # fmt: skip
-    return run_load(following(path, follow_links), None, as_comm(comm, sends_messages=False), options, "error")[0]
+        select=globs_of(select),
+        exclude=globs_of(exclude, "exclude"),
+        rules=as_rules(rename, transforms),
+        read=read,
+        fallback=fallback,
+        allow_pickle=allow_pickle,
+        namespace=namespace,
+        specs_only=True,
+    )
+    return run_load(following(path, read.follow_links), None, as_comm(comm, sends_messages=False), options)[0]
 
 
 @checks_options
@@ -306,29 +315,25 @@ def load_into(
     transforms: Transforms = None,
     strict: Strict = True,
     cast: bool = False,
-    verify: Verify = True,
-    on_corrupt: Literal["error", "skip"] = "error",
-    per_rank: Literal["error", "take"] = "error",
-    read: Literal["each", "once"] = "each",
-    memory: int | None = None,
+    read: ReadOptions | None = None,
+    fallback: Fallback | None = None,
     allow_pickle: bool = False,
     comm: AnyComm = None,
     namespace: str = "",
     together: bool = False,
-    follow_links: bool = False,
 ) -> LoadReport:
     """Fills the arrays of a tree in place, and puts values where their containers can change.
 
     Keys, shapes, dtypes, layouts and files are checked before the first byte is written. Checksums are compared as the
     bytes are put in place, in one pass: a changed byte then leaves the tree partly filled, and the error says so, and
-    which arrays may have changed. Values and objects follow when all arrays are in place. `verify="first"` compares all
-    checksums before the first byte is written, at the price of reading twice, the second time from the page cache
-    where there is room; each block is compared again when it is put in place, in case the file changes meanwhile.
+    which arrays may have changed. Values and objects follow when all arrays are in place. `ReadOptions(verify="first")`
+    compares all checksums before the first byte is written, at the price of reading twice, the second time from the
+    page cache where there is room; each block is compared again when it is put in place, as the file may change.
     Arrays of the tree that share memory (ties, views) take arrays that are one in the checkpoint, or whose bytes agree.
     Keys of dicts are matched by name, also under `strict=False`; the report lists what is `missing` then. A list or
     tuple that holds values only is one value: one of another length takes the whole saved content, a list in place; a
     tuple is replaced in what holds it. Objects with `load_state_dict` are given their state after all else. With
-    `on_corrupt="skip"` what is damaged stays as it was, an object of which a value would be missing as a whole.
+    `Fallback(on_corrupt="skip")` what is damaged stays as it was, an object of which a value would be missing wholly.
 
     See `load` for the arguments and errors.
 
@@ -337,9 +342,19 @@ def load_into(
     """
     comm = as_comm(comm, sends_messages=together)
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
-        options = LoadOptions(globs_of(select), strict, cast, None, verify, per_rank, True, False, allow_pickle,
-            namespace, read, memory, globs_of(exclude, "exclude"), as_rules(rename, transforms))  # fmt: skip
-        return run_load_into(following(path, follow_links), tree, comm, options, on_corrupt)
+        read = msgspec.structs.replace(read_of(read, "load_into", IN_PLACE), copy=True)
+        options = LoadOptions(
+            select=globs_of(select),
+            exclude=globs_of(exclude, "exclude"),
+            rules=as_rules(rename, transforms),
+            strict=strict,
+            cast=cast,
+            read=read,
+            fallback=fallback_of_load(fallback, "load_into"),
+            allow_pickle=allow_pickle,
+            namespace=namespace,
+        )
+        return run_load_into(following(path, read.follow_links), tree, comm, options)
 
 
 def _ending(comm: Comm, path: Any, *, together: bool, hint: str) -> AbstractContextManager[None]:
@@ -362,7 +377,7 @@ def load_async(
 
     Args:
         path, like, options: as for `load`. Ranks may exchange messages for `together` alone, beside other loads and
-            saves: call it on every rank in the same order then, and `result` raises the same on all. `read="once"`, and
+            saves: call it on every rank in the same order then, and `result` raises the same on all. To read once, and
             to salvage on several ranks, is refused. `on_report` is called in the thread.
 
     Raises:
@@ -372,17 +387,12 @@ def load_async(
     check_options(options, LoadAsyncKeywords.__optional_keys__, "load_async, nor of load")
     together = options.pop("together", False)
     comm = as_comm(options.pop("comm", None), sends_messages=together)
-    for name, alone in (("read", "each"), ("on_corrupt", "error")):
-        if comm.size > 1 and options.get(name, alone) != alone:
-            raise MismatchError(
-                name,
-                expected=f"{alone!r}, in the background on {comm.size} ranks",
-                found=f"{options.get(name)!r:.60}, for which the ranks exchange messages while they load",
-                hint="Use load, on every rank",
-            )
+    hint = f"On {comm.size} ranks these exchange messages while they load so: use load, on every rank"
+    read = read_of(options.get("read"), "load_async", {"once": hint} if comm.size > 1 else {})
+    fallback_of(options.get("fallback"), "load_async", {"on_corrupt": hint} if comm.size > 1 else {})
     talk = background_comm(comm) if together else comm
     ending = _ending(talk, path, together=together, hint=_DROPPED)
-    path, own = following(path, options.pop("follow_links", False)), cast(LoadKeywords, options)
+    path, own = following(path, read.follow_links), cast(LoadKeywords, options)
 
     def run(source: Any) -> Any:
         with ending:

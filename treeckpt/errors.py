@@ -44,8 +44,8 @@ What is refused, because it would be lost or changed in silence, and what to do 
   pass `like`.
 - Moments of a rank's part of a parameter, as the codes of 8-bit optimizers, in another layout, which only the optimizer
   could make: the layout and the ranks with which they were saved, or `optimizer=None`.
-- `PerRank` state on another number of ranks, of which nobody knows whose it is: `per_rank="take"`, for a training state
-  `world_changed={"loader": "take"}`, or leave it out.
+- `PerRank` state on another number of ranks, of which nobody knows whose it is: `Fallback(per_rank="take")`, for a
+  training state `Fallback(per_rank={"loader": "take"})`, or leave it out.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class MismatchError(TreeckptError):
     Cause: other leaves, shapes, dtypes or kinds than were saved; `PerRank` state of a world of another size; ranks
     that contradict each other; an argument that the checkpoint has no meaning for.
 
-    Remedy: `strict="missing"` or `strict=False`, `rename=`, `cast=True`, `per_rank="take"`, or `...` for what is
-    not wanted. `treeckpt show CKPT --structure` shows what was saved.
+    Remedy: `strict="missing"` or `strict=False`, `rename=`, `cast=True`, `fallback=tc.Fallback(per_rank="take")`, or
+    `...` for what is not wanted. `treeckpt show CKPT --structure` shows what was saved.
 
     >>> tc.load("run/step_00000100", {"model": {"weight": torch.empty(3, 4), "bias": ...}, "step": ...})
     Traceback (most recent call last):
@@ -251,7 +251,7 @@ class CorruptError(CheckpointError):
     Cause: a disk, a copy or a network that changed or cut a file; shards of different saves in one directory.
 
     Remedy: restore the file from a copy. `treeckpt verify CKPT --repair` makes again what can be; `load(...,
-    on_corrupt="skip")` returns what is intact; `Manager.restore` takes the checkpoint before.
+    fallback=tc.Fallback(on_corrupt="skip"))` returns what is intact; `Manager.restore` takes the checkpoint before.
 
     >>> from pathlib import Path
     >>> [shard] = Path("run/step_00000100").glob("shard-*")

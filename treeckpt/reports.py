@@ -96,10 +96,10 @@ class LoadReport(msgspec.Struct, frozen=True):
         dropped: paths in the checkpoint that a rule left out.
         renamed: leaves that rules only renamed: (path in the checkpoint, path as loaded).
         sources: for a load from several checkpoints, the report of each.
-        damaged: leaves that `on_corrupt="skip"` left out, each with the bytes that are damaged.
-        unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `verify=False` or
-            `mmap=True`; in files of other programs those of entries without a CRC-32, or of which this process read a
-            part alone. safetensors has none.
+        damaged: leaves that `Fallback(on_corrupt="skip")` left out, each with the bytes that are damaged.
+        unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `ReadOptions` of
+            `verify=False` or `mmap=True`; in files of other programs those of entries without a CRC-32, or of which
+            this process read a part alone. safetensors has none.
         in_parts: (path, class) of tensors of which a dict of their parts was returned: the class, or one of an object
             that it keeps beside them, is not imported here, or each rank has saved its own part.
         unmade: what this program cannot make, as of a class that it lacks, and has `...` in its place: of an `extra`

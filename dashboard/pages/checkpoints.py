@@ -245,4 +245,4 @@ def per_rank_keyword(info: CheckpointInfo) -> str:
 
     With it, a single process gets the state of rank 0 where each rank had its own; without it, that is an error.
     """
-    return ", per_rank='take'" if (info.world or 1) > 1 else ""
+    return ", fallback=tc.Fallback(per_rank='take')" if (info.world or 1) > 1 else ""

@@ -54,7 +54,7 @@ def same(a: Any, b: Any) -> bool:
 
 LOADS: dict[str, Any] = {
     "as saved": lambda path, tree: tc.load(path),
-    "copies": lambda path, tree: tc.load(path, copy=True),
+    "copies": lambda path, tree: tc.load(path, read=tc.ReadOptions(copy=True)),
     "like arrays": lambda path, tree: tc.load(path, tree),
     "like specs": lambda path, tree: tc.load(path, tc.abstract(tree)),
     "like the saved specs": lambda path, tree: tc.load(path, tc.load_abstract(path)),
@@ -144,7 +144,7 @@ def test_bytes_in_files_stay_in_c_order(tmp_path: Path) -> None:
 def test_mapped_arrays_are_in_c_order(tmp_path: Path) -> None:
     tree = {**DENSE, "tie": torch.nn.Parameter(DENSE["by columns"])}
     tc.save(tmp_path / "a", tree)
-    found = tc.load(tmp_path / "a", mmap=True)
+    found = tc.load(tmp_path / "a", read=tc.ReadOptions(mmap=True))
     for name, leaf in found.items():
         assert same(leaf, tree[name]), name
     assert found["by columns"].is_contiguous()

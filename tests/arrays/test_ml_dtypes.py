@@ -66,11 +66,11 @@ def test_arrays_come_back_bit_for_bit(kind: Any, copy: bool) -> None:
         "empty": values(kind, (0, 3)),
     }  # fmt: skip
     store = saved(tree)
-    again = tc.load(store, {key: np.empty_like(value) for key, value in tree.items()}, copy=copy)
-    abstract = tc.load(store, tc.abstract(tree), copy=copy)
+    again = tc.load(store, {key: np.empty_like(value) for key, value in tree.items()}, read=tc.ReadOptions(copy=copy))
+    abstract = tc.load(store, tc.abstract(tree), read=tc.ReadOptions(copy=copy))
     into = {key: np.empty_like(value) for key, value in tree.items()}
     tc.load_into(store, into)
-    for loaded in (tc.load(store, copy=copy), again, abstract, into):
+    for loaded in (tc.load(store, read=tc.ReadOptions(copy=copy)), again, abstract, into):
         assert all(same(loaded[key], np.ascontiguousarray(value).reshape(value.shape)) for key, value in tree.items())
     spec = tc.ArraySpec((3, 4), kind, kind="numpy")
     assert spec == tc.ArraySpec((3, 4), np.dtype(kind), kind="numpy") and spec.dtype == np.dtype(kind).name
@@ -80,7 +80,7 @@ def test_arrays_come_back_bit_for_bit(kind: Any, copy: bool) -> None:
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES)
 def test_arrays_are_mapped(tmp_path: Path, kind: Any) -> None:
     tc.save(tmp_path / "x", {"a": values(kind), "own": tc.PerRank(values(kind))})
-    found = tc.load(tmp_path / "x", mmap=True)
+    found = tc.load(tmp_path / "x", read=tc.ReadOptions(mmap=True))
     assert same(found["a"], values(kind)) and same(found["own"].value, values(kind))
 
 

@@ -51,7 +51,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: str) -> None:
     tree = {"matrix": filled((5, 7), dtype), "scalar": filled((), dtype, 1), "empty": filled((0, 3), dtype)}
     store = saved(tree)
     loaded = tc.load(store)
-    again = tc.load(store, {key: np.empty_like(value) for key, value in tree.items()}, copy=True)
+    again = tc.load(store, {key: np.empty_like(value) for key, value in tree.items()}, read=tc.ReadOptions(copy=True))
     into = {key: np.empty_like(value) for key, value in tree.items()}
     tc.load_into(store, into)
     for key, value in tree.items():

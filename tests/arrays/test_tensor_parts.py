@@ -388,7 +388,7 @@ def test_a_context_that_contains_itself_is_refused() -> None:
 
 def test_a_report_counts_the_bytes_of_tensors_that_are_loaded_as_saved() -> None:
     store = saved({"s": torch.eye(3).to_sparse()})
-    report = tc.load_into(store, {"s": torch.zeros(3, 3).to_sparse()}, verify=False)
+    report = tc.load_into(store, {"s": torch.zeros(3, 3).to_sparse()}, read=tc.ReadOptions(verify=False))
     assert report.nbytes == report.unverified_nbytes == 2 * 3 * 8 + 3 * 4
     assert report.read_nbytes >= report.nbytes
 

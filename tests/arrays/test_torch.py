@@ -65,7 +65,9 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     store = tc.MemoryStore()
     tc.save(store, tree)
     loaded = tc.load(store)
-    again = tc.load(store, {key: torch.empty_like(value) for key, value in tree.items()}, copy=True)
+    again = tc.load(
+        store, {key: torch.empty_like(value) for key, value in tree.items()}, read=tc.ReadOptions(copy=True)
+    )
     into = {key: torch.empty_like(value) for key, value in tree.items()}
     tc.load_into(store, into)
     for key, value in tree.items():
@@ -223,7 +225,9 @@ def test_filling_what_a_backward_still_needs_makes_it_fail_instead_of_wrong(how:
     elif how == "restore":
         tc.training.restore(path, module, rng=False)
     else:
-        tc.load_into(path, module, cast=how == "cast", verify="first" if how == "compared first" else True)
+        tc.load_into(
+            path, module, cast=how == "cast", read=tc.ReadOptions(verify="first" if how == "compared first" else True)
+        )
     assert module.weight.tolist() == [[5.0] * 3]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

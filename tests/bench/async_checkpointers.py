@@ -49,7 +49,9 @@ class AsyncTreeckpt(AsyncCheckpointer):
 
     def start(self, directory: Path, state: State) -> Callable[[], object]:
         if self._lazy:
-            return treeckpt.save_async(directory / "step", state, staging="lazy").result
+            return treeckpt.save_async(
+                directory / "step", state, background=treeckpt.BackgroundOptions(staging="lazy")
+            ).result
         pending = treeckpt.save_async(directory / "step", state)
         pending.wait_staged()
         return pending.result

@@ -46,7 +46,7 @@ class Training:
             manager = tc.Manager(self.run, keep=KEEP, grace=GRACE, comm=comm, **options)
             if manager.latest() is not None:
                 like = small_tree(comm.rank, size, seed=0)
-                found = manager.restore(like=like, per_rank="take")
+                found = manager.restore(like=like, fallback=tc.Fallback(per_rank="take"))
                 expected = small_tree(comm.rank, size, seed=manager.count)
                 for name in ("replica", "shared", "step"):
                     assert_equal(found[name], expected[name])

@@ -28,7 +28,8 @@ import numpy as np
 import treeckpt as tc
 from tests.helpers.background import Hooked
 path = Path({path!r})
-pending = tc.save_async({store}, {{"w": np.arange(1000), "n": 1}}, writer={writer!r}, timeout=300)
+background = tc.BackgroundOptions(writer={writer!r}, timeout=300)
+pending = tc.save_async({store}, {{"w": np.arange(1000), "n": 1}}, background=background)
 print("started", flush=True)
 """
 
@@ -72,7 +73,8 @@ class Late(tc.LocalStore):
         return super().create(name, nbytes)
     def __reduce__(self):
         raise TypeError("stays here")
-tc.save_async(Late({str(tmp_path / "c")!r}), {{"w": np.arange(3_000_000)}}, writer="thread")
+in_thread = tc.BackgroundOptions(writer="thread")
+tc.save_async(Late({str(tmp_path / "c")!r}), {{"w": np.arange(3_000_000)}}, background=in_thread)
 """
     done = run_program(code)
     assert done.returncode == 0 and "lost" not in done.stderr, done.stderr
@@ -264,7 +266,7 @@ def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
     pid = writer_pid(comm)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(tc.CheckpointError, match=r"silent for 1 s"):
-        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, timeout=1.0).result(60)
+        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(timeout=1.0)).result(60)
     assert gone(pid)
     assert tc.save_async(tmp_path / "b", {"n": 3}, comm=comm).result(60) is not None
     session(comm).writer.end()

@@ -39,7 +39,7 @@ def check(run: Path) -> int:
     whole = [step_of(name) or 0 for name, status in infos.items() if status == "complete"]
     assert {3, 4} <= set(whole) <= {1, 2, 3, 4}
     for step in whole:
-        assert_equal(tc.load(run / step_name(step), per_rank="take"), whole_tree(seed=step))
+        assert_equal(tc.load(run / step_name(step), fallback=tc.Fallback(per_rank="take")), whole_tree(seed=step))
         assert tc.verify(run / step_name(step)).ok
     report = RunDirectory(run).clean([Last(2)])
     assert not report.failed and list(report.kept) == [3, 4]

@@ -129,9 +129,9 @@ def test_the_record_of_a_save_stands_before_another_rank_creates_a_shard(tmp_pat
             return Lineage(1)
 
     def save(comm: ThreadComm) -> Any:
-        options = SaveOptions()
+        options = SaveOptions(lineage=Slow() if comm.rank == 0 else None)
         tree = {"w": tc.Sharded(np.full(4, comm.rank), (8,), (4 * comm.rank,))}
-        return save_tree(LocalStore(tmp_path), tree, comm, options, None, Slow() if comm.rank == 0 else None)
+        return save_tree(LocalStore(tmp_path), tree, comm, options)
 
     save_id = on_ranks(2, save)[0].save_id
     assert (0, save_id) in [parse_progress_name(name) for name in seen[0]]

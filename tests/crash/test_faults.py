@@ -203,7 +203,7 @@ def test_a_read_only_disk_is_read_and_the_save_says_so(tmp_path: Path) -> None:
             assert manager.steps() == [1]
             with pytest.raises(tc.CheckpointError, match="Read-only file system"):
                 manager.save(2, whole_tree(seed=2))
-            assert manager.restore(per_rank="take")["step"] == 101
+            assert manager.restore(fallback=tc.Fallback(per_rank="take"))["step"] == 101
         remount(disk, writable=True)
         save(run / step_name(2), 2, step=2)
         assert seed_of(run / step_name(2)) == 2 and seed_of(run / step_name(1)) == 1

@@ -92,18 +92,18 @@ def test_a_tree_is_loaded_in_place_as_after_a_conversion(tmp_path: Path, name: s
     expected, index = tc.load(tmp_path / "converted"), tc.inspect(tmp_path / "converted")
     before = sorted(tmp_path.rglob("*"))
     for options in ({}, {"copy": True, "memory": 1 << 20}, {"mmap": True}, {"verify": False}):
-        assert_same(tc.load(source, **options), expected)
+        assert_same(tc.load(source, read=tc.ReadOptions(**options)), expected)
     here = tc.inspect(source)
     assert here.structure == index.structure and here.custom_metadata == index.custom_metadata
     specs = {path: (leaf.spec and (leaf.spec.shape, leaf.spec.dtype)) for path, [leaf] in index.by_path.items()}
     assert {path: (leaf.spec and (leaf.spec.shape, leaf.spec.dtype)) for path, [leaf] in here.by_path.items()} == specs
-    target = tc.load(source, copy=True)
+    target = tc.load(source, read=tc.ReadOptions(copy=True))
     arrays = [leaf for leaf in _tensors(target) if leaf.numel() and leaf.dtype.is_floating_point and leaf.is_leaf]
     with torch.no_grad():
         for tensor in arrays:
             tensor.zero_()
     for verify in (True, "first"):
-        tc.load_into(source, target, verify=verify)
+        tc.load_into(source, target, read=tc.ReadOptions(verify=verify))
         assert_same(target, expected)
     assert main(["show", str(source)]) == 0 and main(["show", str(source), "--json"]) == 0
     for path in list(here.by_path)[:3]:
@@ -172,10 +172,10 @@ def test_a_changed_bit_is_named_by_the_crc_of_what_was_read_whole(tmp_path: Path
     ):
         tc.load(tmp_path / "file.pt")
     if name not in ("transposed", "parts"):  # what is no range of the file is compared in any case
-        tc.load(tmp_path / "file.pt", verify=False)
+        tc.load(tmp_path / "file.pt", read=tc.ReadOptions(verify=False))
     target = {"model": {key: torch.zeros_like(value) for key, value in STORAGE_TREES[name]["model"].items()}}
     with pytest.raises(tc.CorruptError, match="CRC-32"):
-        tc.load_into(tmp_path / "file.pt", target, strict="missing", verify="first")
+        tc.load_into(tmp_path / "file.pt", target, strict="missing", read=tc.ReadOptions(verify="first"))
     assert not any(tensor.any() for tensor in target["model"].values())
 
 
@@ -183,7 +183,7 @@ def test_a_report_says_what_was_compared_with_no_checksum(tmp_path: Path) -> Non
     reports: list[tc.LoadReport] = []
     tc.load(_safetensors(tmp_path), on_report=reports.append)
     tc.load(_dcp(tmp_path), on_report=reports.append)
-    tc.load(tmp_path / "dcp", on_report=reports.append, verify=False)
+    tc.load(tmp_path / "dcp", on_report=reports.append, read=tc.ReadOptions(verify=False))
     tc.save(tmp_path / "ours", {"w": W})
     tc.load(tmp_path / "ours", on_report=reports.append)
     flat, dcp, unverified, ours = reports
@@ -231,7 +231,7 @@ def test_what_needs_our_own_checksums_says_so(tmp_path: Path) -> None:
         with pytest.raises(tc.FormatError, match=r"expected a checkpoint of treeckpt.*found a safetensors file"):
             act(source)
     with pytest.raises(tc.FormatError, match="expected a checkpoint of treeckpt"):
-        tc.load(source, on_corrupt="skip")
+        tc.load(source, fallback=tc.Fallback(on_corrupt="skip"))
 
 
 def test_a_tensor_that_shows_few_bytes_over_and_over_takes_no_memory(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_memory_is_that_of_the_destination_and_of_buffers(tmp_path: Path) -> Non
 
         thread = threading.Thread(target=watch)
         thread.start()
-        tc.load_into(tmp_path / name, target, memory=8 << 20)
+        tc.load_into(tmp_path / name, target, read=tc.ReadOptions(memory=8 << 20))
         done.set()
         thread.join()
         assert peak[0] - before < 40 << 20, name

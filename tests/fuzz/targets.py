@@ -183,7 +183,7 @@ def indexes(data: st.DataObject) -> None:
     store = tc.MemoryStore()
     store.files.update(saved().files)
     store.files[INDEX_NAME] = bytearray(encoded)
-    for act in (lambda: tc.load(store, per_rank="take"), lambda: tc.verify(store)):
+    for act in (lambda: tc.load(store, fallback=tc.Fallback(per_rank="take")), lambda: tc.verify(store)):
         with only_ours():
             act()
 

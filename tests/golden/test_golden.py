@@ -28,7 +28,7 @@ def test_every_version_of_the_format_has_a_golden_checkpoint():
 
 
 def test_the_golden_checkpoint_of_ranges_loads():
-    found = tc.load(RANGES, per_rank="take")
+    found = tc.load(RANGES, fallback=tc.Fallback(per_rank="take"))
     for group, arrays_of_group in end_to_end().items():
         assert found[group].keys() == arrays_of_group.keys()
         for name, array in arrays_of_group.items():
@@ -60,7 +60,7 @@ def test_the_index_of_ranges_follows_from_its_shards_and_is_written_the_same(mon
 
 
 def test_the_golden_checkpoint_of_version_1_loads():
-    found = tc.load(FIRST, per_rank="take")
+    found = tc.load(FIRST, fallback=tc.Fallback(per_rank="take"))
     assert same(found["values"], values())
     assert found["arrays"].keys() == arrays().keys() | {"tie"}
     for name, array in arrays().items():
@@ -162,7 +162,7 @@ def test_the_tables_of_version_1_are_written_with_the_same_bytes(tmp_path):
 def test_golden_texts_and_bytes_load_and_so_do_ids_dealt_by_their_remainder():
     for rank in range(WORLD):
         like = blob_tree(rank)
-        found = tc.load(BLOBS, per_rank="take")
+        found = tc.load(BLOBS, fallback=tc.Fallback(per_rank="take"))
         for name in ("text", "bytes", "buffer", "short"):
             assert type(found[name]) is type(like[name]) and found[name] == like[name]
         owned = {"table": like["table"], **{name: ... for name in like if name != "table"}}

@@ -123,7 +123,9 @@ def test_a_lazy_save_holds_the_weights_of_before_the_guarded_step(tmp_path: Path
     for step in range(3):
         model(torch.randn(32, 256, device=device)).square().mean().backward()
         before = {name: leaf.detach().clone() for name, leaf in model.state_dict().items()}
-        pending = tc.save_async(tmp_path / f"{step}", model.state_dict(), staging="lazy")
+        pending = tc.save_async(
+            tmp_path / f"{step}", model.state_dict(), background=tc.BackgroundOptions(staging="lazy")
+        )
         training.guard(optimizer, pending)
         optimizer.step()
         optimizer.zero_grad()

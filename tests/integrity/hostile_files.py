@@ -246,7 +246,7 @@ PAGES = ("", "/files", "/files/0", "/timing", "/leaves/0", "/leaves/0/chunks", "
 
 WAYS: dict[str, Callable[[Path, Path], float | None]] = {
     "inspect": lambda path, good: tc.inspect(path) and None,
-    "load": lambda path, good: tc.load(path, per_rank="take") and None,
+    "load": lambda path, good: tc.load(path, fallback=tc.Fallback(per_rank="take")) and None,
     "load_into": lambda path, good: tc.load_into(path, {"a": np.empty(MANY, np.uint8)}, strict=False) and None,
     "verify": _verify,
     "show": lambda path, good: _cli("show", str(path)),

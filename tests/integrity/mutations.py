@@ -172,10 +172,10 @@ def _cli(*arguments: str) -> None:
 
 def _read(path: Path) -> list[Callable[[], object]]:
     return [
-        lambda: tc.load(path, per_rank="take"),
-        lambda: tc.load(path, per_rank="take", device="original", copy=True),
-        lambda: tc.load(path, per_rank="take", on_corrupt="skip"),
-        lambda: tc.load(path, tc.abstract(_tree(0)), per_rank="take", strict=False),
+        lambda: tc.load(path, fallback=tc.Fallback(per_rank="take")),
+        lambda: tc.load(path, read=tc.ReadOptions(copy=True), fallback=tc.Fallback(per_rank="take"), device="original"),
+        lambda: tc.load(path, fallback=tc.Fallback(per_rank="take", on_corrupt="skip")),
+        lambda: tc.load(path, tc.abstract(_tree(0)), fallback=tc.Fallback(per_rank="take"), strict=False),
         lambda: tc.verify(path),
         lambda: _cli("show", str(path)),
         lambda: _cli("show", str(path), "pieces"),
@@ -187,7 +187,7 @@ def _read(path: Path) -> list[Callable[[], object]]:
 
 def _rebuild(path: Path) -> list[Callable[[], object]]:
     return [
-        lambda: tc.load(path, per_rank="take"),
+        lambda: tc.load(path, fallback=tc.Fallback(per_rank="take")),
         lambda: tc.verify(path),
         lambda: tc.rebuild_index(path, replace=True),
     ]
@@ -199,7 +199,7 @@ def _foreign(path: Path) -> list[Callable[[], object]]:
         lambda: convert(source, path / "out", overwrite=True, exclude="nothing*"),
         lambda: convert(source, path / "out.safetensors", overwrite=True, lossy=True),
         lambda: tc.load(source),
-        lambda: tc.load(source, device="original", copy=True, memory=1 << 20),
+        lambda: tc.load(source, device="original", read=tc.ReadOptions(copy=True, memory=1 << 20)),
         lambda: tc.load_into(source, {"model": {"w": np.empty((4, 6), np.float32)}, "w": np.empty(3)}, strict=False),
         lambda: _cli("show", str(source)),
     ]

@@ -38,7 +38,7 @@ def found(path: Path, name: str) -> list[str]:
     """What finds the change: loading everything, and verifying; each by an error of ours that names the file."""
     finders: list[str] = []
     try:
-        tree = tc.load(path, per_rank="take")
+        tree = tc.load(path, fallback=tc.Fallback(per_rank="take"))
     except tc.CheckpointError as error:
         assert name in str(error) and error.expected and error.found, str(error)
         finders.append("load")
@@ -107,7 +107,7 @@ def test_without_verification_changed_bytes_come_through_and_nothing_else_breaks
     (name,) = tc.save(tmp_path / "c", {"w": np.zeros(1000, np.uint8)}).files
     file = tmp_path / "c" / name
     file.write_bytes(flip(file.read_bytes(), file.stat().st_size - 1))
-    assert tc.load(tmp_path / "c", verify=False)["w"].any()
+    assert tc.load(tmp_path / "c", read=tc.ReadOptions(verify=False))["w"].any()
 
 
 # rebuilding -----------------------------------------------------------------------------------------------------------

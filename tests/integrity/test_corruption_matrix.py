@@ -58,7 +58,7 @@ class Saves:
             outcomes = on_ranks(WORLD, lambda c, p=place, s=seed: tc.save(p, state(c.rank, WORLD, s), step=s, comm=c))
             assert errors_of(outcomes) == [None] * WORLD
         self.data = {file.name: file.read_bytes() for file in self.path.iterdir()}
-        self.whole = tc.load(self.path, per_rank="take")
+        self.whole = tc.load(self.path, fallback=tc.Fallback(per_rank="take"))
 
     def swapped(self, name: str) -> bytes:
         """The file of the other step in the place of one."""
@@ -73,7 +73,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saves]:
     saves = Saves(tmp_path_factory.mktemp("matrix"))
     yield saves
     assert tc.verify(saves.path).ok
-    assert_same(tc.load(saves.path, per_rank="take"), saves.whole)
+    assert_same(tc.load(saves.path, fallback=tc.Fallback(per_rank="take")), saves.whole)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -85,16 +85,16 @@ def assert_same(found: Any, expected: Any) -> None:
 
 # the ways to load -----------------------------------------------------------------------------------------------------
 def as_saved(path: Path) -> None:
-    tc.load(path, per_rank="take")
+    tc.load(path, fallback=tc.Fallback(per_rank="take"))
 
 
 def as_copies(path: Path) -> None:
-    tc.load(path, per_rank="take", copy=True, memory=1)
+    tc.load(path, read=tc.ReadOptions(copy=True, memory=1), fallback=tc.Fallback(per_rank="take"))
 
 
 def like_ranks(path: Path) -> None:
     """Each rank of another world its own part."""
-    outcomes = on_ranks(3, lambda c: tc.load(path, state(c.rank, 3), per_rank="take", comm=c))
+    outcomes = on_ranks(3, lambda c: tc.load(path, state(c.rank, 3), fallback=tc.Fallback(per_rank="take"), comm=c))
     errors = [error for error in errors_of(outcomes) if error is not None]
     if errors:
         raise errors[0]
@@ -104,7 +104,7 @@ def into(path: Path) -> None:
     """In one pass: what the error does not name among those that may have changed has not."""
     tree = filled(0, 1)
     try:
-        tc.load_into(path, tree, per_rank="take")
+        tc.load_into(path, tree, fallback=tc.Fallback(per_rank="take"))
     except tc.CheckpointError as error:
         changed = str(error).partition("may have changed: ")[2]
         assert_as_filled(tree, {key for key in tree if key in changed})
@@ -115,7 +115,7 @@ def into(path: Path) -> None:
 def comparing_first(path: Path) -> None:
     tree = filled(0, 1)
     try:
-        tc.load_into(path, tree, per_rank="take", verify="first")
+        tc.load_into(path, tree, read=tc.ReadOptions(verify="first"), fallback=tc.Fallback(per_rank="take"))
     except tc.CheckpointError:
         assert_as_filled(tree, set())
         raise

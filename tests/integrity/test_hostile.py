@@ -163,7 +163,7 @@ def test_the_hostile_index_starts_from_what_is_thought(saved: Path) -> None:
     leaves = msgspec.json.decode((saved / INDEX_NAME).read_bytes())["index"]["leaves"]
     assert [leaf[0] for leaf in leaves[:5]] == ["a", "a", "a", "t", "a"] and leaves[0][1] == 0
     reseal(saved, lambda document: None)
-    assert_equal(tc.load(saved, per_rank="take"), whole_tree())
+    assert_equal(tc.load(saved, fallback=tc.Fallback(per_rank="take")), whole_tree())
 
 
 @pytest.mark.timeout(120)
@@ -174,9 +174,9 @@ def test_hostile_indices_are_refused_cheaply(saved: Path, name: str) -> None:
     tracemalloc.start()
     try:
         for act in (
-            lambda: tc.load(saved, per_rank="take"),
-            lambda: tc.load(saved, whole_tree(), per_rank="take"),
-            lambda: tc.load_into(saved, target, per_rank="take"),
+            lambda: tc.load(saved, fallback=tc.Fallback(per_rank="take")),
+            lambda: tc.load(saved, whole_tree(), fallback=tc.Fallback(per_rank="take")),
+            lambda: tc.load_into(saved, target, fallback=tc.Fallback(per_rank="take")),
         ):
             with pytest.raises((tc.FormatError, tc.CorruptError, tc.MismatchError)) as caught:
                 act()
@@ -213,7 +213,10 @@ def test_hostile_values_are_refused(saved: Path, name: str) -> None:
     reseal(saved, _leaf(5, 1, VALUES[name]))
     assert tc.inspect(saved).entries[5].path == "step"
     target = whole_tree(seed=9)
-    for act in (lambda: tc.load(saved, per_rank="take"), lambda: tc.load_into(saved, target, per_rank="take")):
+    for act in (
+        lambda: tc.load(saved, fallback=tc.Fallback(per_rank="take")),
+        lambda: tc.load_into(saved, target, fallback=tc.Fallback(per_rank="take")),
+    ):
         with pytest.raises((tc.FormatError, tc.MismatchError)) as caught:
             act()
         assert caught.value.path == "step"

@@ -109,7 +109,7 @@ def test_an_index_with_a_hole_is_made_again_from_the_shards(tmp_path: Path) -> N
     CASES["an index with a hole"](tmp_path / "c")
     report = tc.verify(tmp_path / "c", repair=True)
     assert report.ok and report.repairs
-    assert tc.load(tmp_path / "c", per_rank="take")["step"] == 7
+    assert tc.load(tmp_path / "c", fallback=tc.Fallback(per_rank="take"))["step"] == 7
 
 
 def test_small_views_that_repeat_their_bytes_are_converted(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_view_without_its_array_takes_no_more_memory_than_the_files_pay_for(tm
     save(tmp_path / "c")
     CASES["a tie of 2^40 elements"](tmp_path / "c")
     with pytest.raises(tc.MismatchError) as caught:
-        tc.load(tmp_path / "c", select="b", per_rank="take")
+        tc.load(tmp_path / "c", select="b", fallback=tc.Fallback(per_rank="take"))
     assert "b" in caught.value.path and "1099511627776" in caught.value.found
-    found = tc.load(tmp_path / "c", per_rank="take")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(per_rank="take"))
     assert found["b"].shape == (1 << 20, 1 << 20) and found["b"].base is not None

@@ -102,7 +102,7 @@ def test_a_damaged_index_comes_back_as_that_of_its_own_save(saved: Path, tmp_pat
     (saved / INDEX_NAME).write_bytes(data[:-1] + b" ")
     assert tc.verify(saved, repair=True).ok
     assert (saved / INDEX_NAME).read_bytes() == data
-    assert_equal(tc.load(saved, per_rank="take"), whole_tree())
+    assert_equal(tc.load(saved, fallback=tc.Fallback(per_rank="take")), whole_tree())
 
 
 def header_places(data: bytes) -> list[int]:
@@ -149,7 +149,7 @@ def test_a_header_comes_back_though_the_data_is_damaged_too(tmp_path: Path) -> N
     report = tc.verify(tmp_path / "c", repair=True)
     assert not report.ok and report.lost == ("b",) and [r.file for r in report.repairs] == [name]
     assert file.read_bytes() == flip(data, len(data) - 1)
-    found = tc.load(tmp_path / "c", on_corrupt="skip")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(on_corrupt="skip"))
     assert np.array_equal(found["a"], tree["a"]) and found["b"] is ...
 
 
@@ -172,7 +172,7 @@ def test_what_is_lost_is_said_and_left_alone(saved: Path) -> None:
     assert {problem.file for problem in report.problems} == {first.name, second.name}
     assert first.read_bytes() == before[first.name][:-1]
     with pytest.raises(tc.CorruptError, match=r"pieces|replica|shared"):
-        tc.load(saved, per_rank="take")
+        tc.load(saved, fallback=tc.Fallback(per_rank="take"))
 
 
 def test_a_shard_of_another_save_proves_nothing(saved: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading what is left: with on_corrupt="skip" intact leaves come, damaged ones do not, and the report says which."""
+"""Fallback(on_corrupt="skip"): intact leaves are loaded, damaged ones are not, and the report says which."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_intact_leaves_come_and_damaged_ones_are_left_out(saved: Path) -> None:
     with pytest.raises(tc.CorruptError, match="layer2"):
         tc.load(saved)
     reports: list[tc.LoadReport] = []
-    found = tc.load(saved, on_corrupt="skip", on_report=reports.append)
+    found = tc.load(saved, fallback=tc.Fallback(on_corrupt="skip"), on_report=reports.append)
     assert found["layer2"] is ... and list(found) == list(LEAVES)
     assert all(np.array_equal(found[key], LEAVES[key]) for key in LEAVES if key != "layer2")
     (part,) = reports[0].damaged
@@ -63,7 +63,7 @@ def test_load_into_leaves_damaged_leaves_as_they_were(saved: Path, verify: Any) 
     change(file, start)
     target = {key: np.full(N, -1) for key in LEAVES}
     arrays = dict(target)
-    report = tc.load_into(saved, target, on_corrupt="skip", verify=verify)
+    report = tc.load_into(saved, target, read=tc.ReadOptions(verify=verify), fallback=tc.Fallback(on_corrupt="skip"))
     assert all(target[key] is arrays[key] for key in LEAVES)
     assert (target["layer1"] == -1).all() and [part.path for part in report.damaged] == ["layer1"]
     assert all(np.array_equal(target[key], LEAVES[key]) for key in LEAVES if key != "layer1")
@@ -72,16 +72,18 @@ def test_load_into_leaves_damaged_leaves_as_they_were(saved: Path, verify: Any) 
 def test_like_gets_an_ellipsis_where_a_leaf_is_damaged(saved: Path) -> None:
     file, start, _ = span_of(saved, "layer0")
     change(file, start)
-    found = tc.load(saved, {key: torch.zeros(N, dtype=torch.int64) for key in LEAVES}, on_corrupt="skip")
+    found = tc.load(
+        saved, {key: torch.zeros(N, dtype=torch.int64) for key in LEAVES}, fallback=tc.Fallback(on_corrupt="skip")
+    )
     assert found["layer0"] is ... and torch.equal(found["layer3"], torch.from_numpy(LEAVES["layer3"]))
 
 
 def test_an_intact_checkpoint_is_loaded_as_ever(saved: Path) -> None:
     reports: list[tc.LoadReport] = []
-    assert_equal(tc.load(saved, on_corrupt="skip", on_report=reports.append), LEAVES)
+    assert_equal(tc.load(saved, fallback=tc.Fallback(on_corrupt="skip"), on_report=reports.append), LEAVES)
     assert reports[0].damaged == ()
     with pytest.raises(tc.MismatchError, match="'skip'"):
-        tc.load(saved, on_corrupt="ignore")  # pyright: ignore[reportArgumentType]
+        tc.load(saved, fallback=tc.Fallback(on_corrupt="ignore"))  # pyright: ignore[reportArgumentType]
 
 
 def test_what_shares_a_block_is_hurt_together_and_what_is_tied_too(tmp_path: Path) -> None:
@@ -91,11 +93,11 @@ def test_what_shares_a_block_is_hurt_together_and_what_is_tied_too(tmp_path: Pat
     file, start, _ = span_of(tmp_path / "c", "big")
     data = file.read_bytes()
     change(file, start)
-    found = tc.load(tmp_path / "c", on_corrupt="skip")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(on_corrupt="skip"))
     assert {key for key in tree if found[key] is ...} == {"big", "tie", "view"}
     file.write_bytes(data)
     change(file, span_of(tmp_path / "c", "a")[1])
-    found = tc.load(tmp_path / "c", on_corrupt="skip")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(on_corrupt="skip"))
     assert {key for key in tree if found[key] is ...} == {"a", "b"}, "one checksum covers both"
 
 
@@ -120,7 +122,7 @@ def test_a_shard_without_a_header_loses_what_it_holds_and_no_more(tmp_path: Path
     assert errors_of(on_ranks(2, lambda c: tc.save(path, small_tree(c.rank, 2), comm=c))) == [None] * 2
     HURT[name](shards_of(path)[1])
     reports: list[tc.LoadReport] = []
-    found = tc.load(path, per_rank="take", on_corrupt="skip", on_report=reports.append)
+    found = tc.load(path, fallback=tc.Fallback(per_rank="take", on_corrupt="skip"), on_report=reports.append)
     whole = whole_tree()
     lost = {part.path for part in reports[0].damaged}
     assert "pieces" in lost and found["pieces"] is ..., "half of it was there"
@@ -137,7 +139,7 @@ def test_what_lies_before_the_end_of_a_cut_shard_comes(saved: Path) -> None:
     file, start, _ = span_of(saved, "layer3")
     file.write_bytes(file.read_bytes()[: start + 9])
     target = {key: np.full(N, -1) for key in LEAVES}
-    report = tc.load_into(saved, target, on_corrupt="skip")
+    report = tc.load_into(saved, target, fallback=tc.Fallback(on_corrupt="skip"))
     assert [part.path for part in report.damaged] == ["layer3"] * len(report.damaged) and report.damaged
     assert (target.pop("layer3") == -1).all()
     assert all(np.array_equal(target[key], LEAVES[key]) for key in target)
@@ -150,7 +152,7 @@ def test_something_behind_the_end_hurts_no_leaf(saved: Path) -> None:
     file.write_bytes(file.read_bytes() + b"more")
     with pytest.raises(tc.CorruptError, match="are too many"):
         tc.load(saved)
-    assert_equal(tc.load(saved, on_corrupt="skip"), LEAVES)
+    assert_equal(tc.load(saved, fallback=tc.Fallback(on_corrupt="skip")), LEAVES)
 
 
 def _own(rank: int, world: int) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def test_ranks_skip_the_same_leaves_though_each_wants_another_part(tmp_path: Pat
     def into(comm: Any) -> Any:
         target = _own(comm.rank, 2)
         target["rows"].local[:], target["replica"][:], target["own"].value["state"][:] = -1, -1, -1
-        return target, tc.load_into(path, target, comm=comm, on_corrupt="skip")
+        return target, tc.load_into(path, target, comm=comm, fallback=tc.Fallback(on_corrupt="skip"))
 
     outcomes = on_ranks(2, into)
     assert errors_of(outcomes) == [None] * 2
@@ -194,11 +196,11 @@ def test_a_keyed_table_is_had_whole_or_not_at_all(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"t": table, "x": np.arange(N)})
     file, start, _ = span_of(tmp_path / "c", "t/slots/m")
     change(file, start)
-    found = tc.load(tmp_path / "c", on_corrupt="skip")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(on_corrupt="skip"))
     assert found["t"].ids is ... and found["t"].slots == {"w": ..., "m": ...}
     assert np.array_equal(found["x"], np.arange(N))
     target = {"t": tc.KeyedTable(ids[:1], {"w": np.ones(1), "m": np.ones(1)}, buckets=1024), "x": np.zeros(N, np.int64)}
-    report = tc.load_into(tmp_path / "c", target, on_corrupt="skip")
+    report = tc.load_into(tmp_path / "c", target, fallback=tc.Fallback(on_corrupt="skip"))
     assert np.array_equal(target["t"].ids, ids[:1]) and np.array_equal(target["t"].slots["w"], np.ones(1))
     assert np.array_equal(target["x"], np.arange(N)) and {p.path for p in report.damaged} >= {"t/ids", "t/slots/w"}
 
@@ -223,13 +225,13 @@ def test_an_object_whose_state_is_damaged_keeps_its_own(tmp_path: Path) -> None:
     file, start, _ = span_of(tmp_path / "c", "queue/items/0")
     change(file, start)
     tree = {"queue": Queue(), "x": np.zeros(N, np.int64)}
-    tc.load_into(tmp_path / "c", tree, on_corrupt="skip")
+    tc.load_into(tmp_path / "c", tree, fallback=tc.Fallback(on_corrupt="skip"))
     assert tree["queue"].items == [] and np.array_equal(tree["x"], np.arange(N))
 
 
 def test_without_an_index_there_is_nothing_to_salvage_from(saved: Path) -> None:
     (saved / "index.json").write_bytes(b"{}")
-    outcomes = on_ranks(2, lambda c: tc.load(saved, comm=c, on_corrupt="skip"))
+    outcomes = on_ranks(2, lambda c: tc.load(saved, comm=c, fallback=tc.Fallback(on_corrupt="skip")))
     for error in errors_of(outcomes):
         assert isinstance(error, tc.CorruptError) and "--repair" in error.hint
 
@@ -238,8 +240,10 @@ def test_rules_make_nothing_of_what_is_damaged(saved: Path) -> None:
     file, start, _ = span_of(saved, "layer2")
     change(file, start)
     reports: list[tc.LoadReport] = []
-    found = tc.load(saved, rename={"layer$N": "block$N"}, on_corrupt="skip", on_report=reports.append)
+    found = tc.load(
+        saved, rename={"layer$N": "block$N"}, fallback=tc.Fallback(on_corrupt="skip"), on_report=reports.append
+    )
     assert found["block2"] is ... and np.array_equal(found["block1"], LEAVES["layer1"])
     assert {part.path for part in reports[0].damaged} == {"block2"}
     with pytest.raises(tc.MismatchError, match="one checkpoint"):
-        tc.load([saved, saved], on_corrupt="skip")
+        tc.load([saved, saved], fallback=tc.Fallback(on_corrupt="skip"))

@@ -51,10 +51,10 @@ def test_more_shards_than_descriptors_are_loaded(tmp_path: Path) -> None:
     code = """
 import sys, numpy as np, treeckpt as tc
 for verify in (True, "first", "stream", False):
-    found = tc.load(sys.argv[1], verify=verify)
+    found = tc.load(sys.argv[1], read=tc.ReadOptions(verify=verify))
     assert all((array == int(name)).all() for name, array in found.items()), verify
     into = {name: np.zeros_like(array) for name, array in found.items()}
-    tc.load_into(sys.argv[1], into, verify=verify)
+    tc.load_into(sys.argv[1], into, read=tc.ReadOptions(verify=verify))
     assert all((array == int(name)).all() for name, array in into.items()), verify
 print(len(found), tc.verify(sys.argv[1]).ok)
 """
@@ -70,7 +70,7 @@ def test_a_store_that_is_closed_while_others_read_from_it_goes_on_for_them(
     store = LocalStore(tmp_path / "c")
 
     def load(_: int) -> bool:
-        found = tc.load(store, verify=False)
+        found = tc.load(store, read=tc.ReadOptions(verify=False))
         return all(np.array_equal(found[name], array) for name, array in tree.items())
 
     with ThreadPoolExecutor(5) as pool:
@@ -300,8 +300,8 @@ def test_a_save_that_fails_for_want_of_space_is_followed_by_a_clean_up(
 
     for step in (1, 2, 3):
         tc.save(tmp_path / f"step_0000000{step}", {"w": np.arange(9)}, step=step)
-    options = {"staging": "copy", "writer": "thread"} if background else {}
-    with tc.Manager(tmp_path, keep=1, grace=0, background=background, **options) as manager:
+    how = tc.BackgroundOptions(writer="thread") if background else False
+    with tc.Manager(tmp_path, keep=1, grace=0, background=how) as manager:
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(tc.CheckpointError, match="No space left"):
             manager.save(4, {"w": np.arange(9)})

@@ -151,11 +151,11 @@ def test_a_load_is_refused_if_and_only_if_the_order_of_writing_would_matter(data
     numpy = data.draw(st.booleans())
     target = {name: leaf.numpy() if numpy else leaf for name, leaf in tree.items()}
     if agree:
-        tc.load_into(store, target, memory=memory_limit)
+        tc.load_into(store, target, read=tc.ReadOptions(memory=memory_limit))
         assert torch.equal(memory, ends[0])
     else:
         with pytest.raises(tc.MismatchError, match="shares memory"):
-            tc.load_into(store, target, memory=memory_limit)
+            tc.load_into(store, target, read=tc.ReadOptions(memory=memory_limit))
         assert not memory.any()
 
 

@@ -110,7 +110,7 @@ class Slow(tc.LocalStore):
     read_parts = lambda self, *arguments, **options: False
     mapped = None
 
-pending = tc.load_async(Slow(sys.argv[1]), memory=1 << 20)
+pending = tc.load_async(Slow(sys.argv[1]), read=tc.ReadOptions(memory=1 << 20))
 time.sleep(0.5)
 assert not pending.done()
 raise SystemExit(3)

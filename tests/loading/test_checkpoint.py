@@ -77,7 +77,7 @@ def test_load_decodes_the_index_once(tmp_path: Path, decoded: list[str]) -> None
 def test_a_salvage_decodes_the_index_once(tmp_path: Path, decoded: list[str]) -> None:
     store = saved(tmp_path / "c", 1)
     decoded.clear()
-    assert tc.load(store, on_corrupt="skip")["step"] == 1
+    assert tc.load(store, fallback=tc.Fallback(on_corrupt="skip"))["step"] == 1
     assert (store.index_reads, len(decoded)) == (1, 1)
 
 

@@ -126,7 +126,7 @@ def test_little_more_than_the_rows_is_read_of_files(tmp_path: Path) -> None:
     places = np.arange(0, len(whole.ids), len(whole.ids) // 3)
     chosen, reports = whole.ids[places], list[Any]()
     for verify in (True, False):
-        found = tc.load(tmp_path, ids=chosen, verify=verify, on_report=reports.append)["emb"]
+        found = tc.load(tmp_path, ids=chosen, read=tc.ReadOptions(verify=verify), on_report=reports.append)["emb"]
         assert found.slots["w"].tolist() == whole.slots["w"][places].tolist()
     assert reports[0].read_nbytes <= 4 * len(chosen) * 2 * BLOCK  # ids, offsets, two slots, rounded to blocks
     assert reports[1].read_nbytes <= len(chosen) * (2 * 64 + READ_GAP)
@@ -141,7 +141,7 @@ def test_another_world_of_remainders_reads_the_rows_that_are_its_own(tmp_path: P
     tc.save(tmp_path, {"emb": tc.KeyedTable(ids, {"w": wide})})
     like = {"emb": tc.KeyedTable(ids[:0], {"w": wide[:0]}, owned=tc.KeyedTable.modulo(3, 50))}
     reports = list[Any]()
-    found = tc.load(tmp_path, like, verify=False, on_report=reports.append)["emb"]
+    found = tc.load(tmp_path, like, read=tc.ReadOptions(verify=False), on_report=reports.append)["emb"]
     assert sorted(found.ids.tolist()) == list(range(3, 3000, 50))
     assert found.slots["w"][:, 0].tolist() == [n % 251 for n in found.ids.tolist()]
     assert reports[0].read_nbytes < 1.2 * 60 * 25_000 + 3000 * 8

@@ -73,7 +73,7 @@ def by_load(store: Any) -> dict[str, Any]:
 
 
 def by_like(store: Any) -> dict[str, Any]:
-    return tc.load(store, state(0), copy=True)
+    return tc.load(store, state(0), read=tc.ReadOptions(copy=True))
 
 
 def by_load_into(store: Any) -> dict[str, Any]:
@@ -84,20 +84,20 @@ def by_load_into(store: Any) -> dict[str, Any]:
 
 def by_comparing_first(store: Any) -> dict[str, Any]:
     target = state(0)
-    tc.load_into(store, target, verify="first")
+    tc.load_into(store, target, read=tc.ReadOptions(verify="first"))
     return target
 
 
 def by_salvaging(store: Any) -> dict[str, Any]:
     reports: list[tc.LoadReport] = []
-    tree = tc.load(store, on_corrupt="skip", on_report=reports.append)
+    tree = tc.load(store, fallback=tc.Fallback(on_corrupt="skip"), on_report=reports.append)
     assert not reports[0].damaged, "nothing is"
     return tree
 
 
 def by_salvaging_into(store: Any) -> dict[str, Any]:
     target = state(0)
-    assert not tc.load_into(store, target, on_corrupt="skip").damaged
+    assert not tc.load_into(store, target, fallback=tc.Fallback(on_corrupt="skip")).damaged
     return target
 
 

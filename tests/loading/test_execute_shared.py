@@ -51,12 +51,12 @@ def columns(low: int, high: int) -> dict[str, Any]:
 def test_buffers_stay_within_the_budget(store: Watched, budget: int) -> None:
     store.reads.clear()
     into = {"w": np.zeros((6 * 1024, 1024), np.float32), "v": np.zeros((1000, 1024), np.float32)}
-    tc.load_into(store, into, memory=budget)
+    tc.load_into(store, into, read=tc.ReadOptions(memory=budget))
     assert into["w"][-1, -1] == 6 * MIB - 1 and into["v"][0, 0] == 1023
     assert max(read[2] for read in store.data_reads()) <= budget
     larger = max(read[2] for read in store.data_reads())
     store.reads.clear()
-    tc.load_into(store, into, memory=64 * MIB)
+    tc.load_into(store, into, read=tc.ReadOptions(memory=64 * MIB))
     assert larger <= max(read[2] for read in store.data_reads()) <= 9 * MIB
 
 
@@ -77,7 +77,7 @@ def test_columns_of_rows_are_read_through_the_page_cache_and_rows_are_not(store:
 def test_new_arrays_of_a_load_do_not_share_bytes(store: Watched) -> None:
     for copy in (False, True):
         specs = {"w": columns(0, 3)["w"], "v": tc.ArraySpec((1000, 1024), "float64", kind="numpy")}
-        found = tc.load(store, specs, cast=True, copy=copy)
+        found = tc.load(store, specs, cast=True, read=tc.ReadOptions(copy=copy))
         kept = found["v"].copy()
         found["w"][:] = -1
         assert np.array_equal(found["v"], kept), copy
@@ -87,11 +87,11 @@ def test_new_arrays_of_a_load_do_not_share_bytes(store: Watched) -> None:
 def test_reading_once_needs_ranks_of_torch_distributed(store: Watched) -> None:
     comm = thread_comms(2)[0]
     with pytest.raises(tc.CheckpointError, match=r"torch\.distributed with the 2 ranks"):
-        tc.load(store, read="once", comm=comm)
+        tc.load(store, read=tc.ReadOptions(once=True), comm=comm)
 
 
 def test_reading_once_alone_is_reading(store: Watched) -> None:
-    found = tc.load(store, read="once")
+    found = tc.load(store, read=tc.ReadOptions(once=True))
     assert np.array_equal(found["w"], np.arange(6 * MIB, dtype=np.float32).reshape(-1, 1024))
 
 

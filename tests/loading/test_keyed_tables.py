@@ -181,7 +181,7 @@ def test_an_owner_reads_its_rows_and_next_to_nothing_else(tmp_path: Path) -> Non
         like = {"emb": tc.KeyedTable(ids[:0], like_slots, owned=tc.KeyedTable.share(rank, world))}
         reports: list[Any] = []
         table = tc.load(tmp_path, like, on_report=reports.append)["emb"]
-        tc.load(tmp_path, like, on_report=reports.append, verify=False)
+        tc.load(tmp_path, like, on_report=reports.append, read=tc.ReadOptions(verify=False))
         needed = table.ids.nbytes + sum(slot.nbytes for slot in table.slots.values())
         rounding = 2 * BLOCK * 4  # ids, offsets, two slots
         assert needed > 17 << 20
@@ -368,7 +368,12 @@ def test_it_is_saved_beside_training_and_each_save_has_its_own_rows(tmp_path: Pa
         owned = tc.KeyedTable.share(comm.rank, 2)
         for step, rows in enumerate((100, 500, 300)):
             table = table_of(dict(itertools.islice(oracle.items(), rows)), owned)
-            pending = tc.save_async(tmp_path / f"{step}", {"emb": table, "dense": step}, comm=comm, writer="thread")
+            pending = tc.save_async(
+                tmp_path / f"{step}",
+                {"emb": table, "dense": step},
+                comm=comm,
+                background=tc.BackgroundOptions(writer="thread"),
+            )
             table.ids[:] = 0
             table.slots["embedding"][:] = np.nan
             pending.result()

@@ -72,8 +72,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert caught.value.path == "v"
     with pytest.raises(tc.CheckpointNotFound, match="none"):
         tc.load_abstract(tmp_path / "none")
-    with pytest.raises(tc.MismatchError, match="per_rank: expected 'error' or 'take'"):
-        tc.load_abstract(tmp_path / "c", per_rank="all")  # type: ignore[arg-type]
+    with pytest.raises(tc.MismatchError, match="per_rank: expected 'error', 'take'"):
+        tc.load_abstract(tmp_path / "c", fallback=tc.Fallback(per_rank="all"))  # type: ignore[arg-type]
 
 
 def test_keyed_tables_have_specs_in_their_columns(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_one_pass_names_the_changed_bytes_and_what_is_partly_filled(tmp_path: Pa
     held_by = Holder(1)
     target = {**leaves(0), "step": 1, "held": held_by}
     with pytest.raises(tc.CorruptError, match=r"w2.*changed bytes in") as caught:
-        tc.load_into(tmp_path / "c", target, verify=verify)
+        tc.load_into(tmp_path / "c", target, read=tc.ReadOptions(verify=verify))
     said = str(caught.value)
     assert "The target is partly filled" in said and " of 4 arrays may have changed: " in said
     assert target["step"] == 1 and target["held"] is held_by, "values come after all arrays"
@@ -80,7 +80,7 @@ def test_comparing_first_leaves_the_whole_target_as_it_was(tmp_path: Path, verif
     damage(tmp_path / "c", "w3")
     target = {**leaves(0), "step": 1}
     with pytest.raises(tc.CorruptError, match=r"w3.*changed bytes in") as caught:
-        tc.load_into(tmp_path / "c", target, verify=verify)
+        tc.load_into(tmp_path / "c", target, read=tc.ReadOptions(verify=verify))
     assert_equal(target, {**leaves(0), "step": 1})
     assert "partly filled" not in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_each_byte_is_read_once_unless_all_is_compared_first(tmp_path: Path) -> 
     nbytes = sum(leaf.nbytes for leaf in leaves(1).values())
     for verify, times in ((True, 1), ("stream", 1), ("first", 2)):
         store, target = Counting(tmp_path / "c"), leaves(0)
-        tc.load_into(store, target, verify=verify)  # pyright: ignore[reportArgumentType]
+        tc.load_into(store, target, read=tc.ReadOptions(verify=verify))  # pyright: ignore[reportArgumentType]
         assert_equal(target, leaves(1))
         assert store.total == times * nbytes, verify
 
@@ -137,12 +137,12 @@ def test_a_read_that_fails_midway_says_what_may_have_changed() -> None:
     saved = MemoryStore()
     tc.save(saved, small_tree(0, 1))
     switch = Switch()
-    tc.load_into(Faulty(saved, switch), whole_tree(seed=9), per_rank="take")
+    tc.load_into(Faulty(saved, switch), whole_tree(seed=9), fallback=tc.Fallback(per_rank="take"))
     told = []
     for at in range(len(switch.calls)):
         target = whole_tree(seed=9)
         with pytest.raises(tc.StoreError, match="injected") as caught:
-            tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take")
+            tc.load_into(Faulty(saved, Switch(at)), target, fallback=tc.Fallback(per_rank="take"))
         changed = "partly filled" in str(caught.value)
         told.append(changed)
         if not changed:
@@ -177,7 +177,7 @@ def test_a_bank_puts_no_value_in_place_before_the_arrays_of_all_its_checkpoints(
 
     target = {"x": np.zeros(N), "m": 0, "y": np.zeros(N), "n": 0}
     with pytest.raises(tc.CorruptError):
-        tc.load_into(bank, target, verify="first")
+        tc.load_into(bank, target, read=tc.ReadOptions(verify="first"))
     assert_equal(target, {"x": np.zeros(N), "m": 0, "y": np.zeros(N), "n": 0})
 
 
@@ -199,5 +199,5 @@ def test_a_restore_of_a_training_says_it_too(tmp_path: Path) -> None:
     fresh = torch.nn.Linear(600, 600)
     fresh.load_state_dict(before)
     with pytest.raises(tc.CorruptError):
-        tc.training.restore(tmp_path / "c", fresh, rng=False, verify="first")
+        tc.training.restore(tmp_path / "c", fresh, rng=False, read=tc.ReadOptions(verify="first"))
     assert all(torch.equal(leaf, before[name]) for name, leaf in fresh.state_dict().items())

@@ -85,7 +85,7 @@ def is_loaded(model: Any) -> bool:
 CALLS: dict[str, Callable[[Path], Any]] = {
     "select": lambda p: tc.load(p, select="model"),
     "exclude": lambda p: tc.load(p, exclude="config"),
-    "salvage": lambda p: tc.load(p, select="model", on_corrupt="skip"),
+    "salvage": lambda p: tc.load(p, select="model", fallback=tc.Fallback(on_corrupt="skip")),
     "like": lambda p: tc.load(p, {"model": weights(True), "config": ...}),
     "like, selected": lambda p: tc.load(p, {"model": weights(True)}, select="model"),
     "strict": lambda p: tc.load(p, {"model": weights(True)}, strict="missing"),
@@ -174,5 +174,5 @@ def test_a_damaged_container_is_salvaged_without_its_class(tmp_path: Path, train
             file.seek(at)
             file.write(b"damaged!")
     del sys.modules["train_of_test"]
-    found = tc.load(path, on_corrupt="skip")
+    found = tc.load(path, fallback=tc.Fallback(on_corrupt="skip"))
     assert found["config"] is ... and is_loaded(found["model"])

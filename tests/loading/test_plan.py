@@ -162,7 +162,7 @@ def _saved(path: Path) -> tuple[dict[str, torch.Tensor], Path]:
 def test_what_is_in_the_page_cache_is_read_straight_into_arrays(tmp_path: Path) -> None:
     saved, _ = _saved(tmp_path / "x")
     tree, store = _state(2), _Noted(tmp_path / "x")
-    report = tc.load_into(store, tree, verify="stream")
+    report = tc.load_into(store, tree, read=tc.ReadOptions(verify="stream"))
     assert all(torch.equal(tree[name], saved[name]) for name in saved)
     total = sum(tensor.nbytes for tensor in saved.values())
     assert total <= sum(store.straight) == report.read_nbytes
@@ -177,7 +177,7 @@ def test_changed_bytes_are_found_and_named_when_arrays_are_read_without_a_buffer
     shard.write_bytes(data)
     tree, before = _state(2), _state(2)
     with pytest.raises(tc.CorruptError, match=r"w\d.*expected bytes that match their checksum, found changed bytes in"):
-        tc.load_into(_Noted(tmp_path / "x"), tree, verify=verify)
+        tc.load_into(_Noted(tmp_path / "x"), tree, read=tc.ReadOptions(verify=verify))
     if verify == "first":
         assert all(torch.equal(tree[name], before[name]) for name in saved), "nothing is written before all is compared"
 
@@ -186,7 +186,7 @@ def test_neighbours_read_no_block_of_checksums_twice(tmp_path: Path) -> None:
     saved = {f"{i}": torch.rand(3_000_001) for i in range(3)}
     tc.save(tmp_path / "x", saved)
     tree = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    report = tc.load_into(tmp_path / "x", tree, verify="stream")
+    report = tc.load_into(tmp_path / "x", tree, read=tc.ReadOptions(verify="stream"))
     assert report.read_nbytes == sum(tensor.nbytes for tensor in saved.values())
     assert all(torch.equal(tree[name], saved[name]) for name in saved)
 
@@ -198,6 +198,6 @@ def test_rows_of_a_chunk_are_read_as_one_run(tmp_path: Path) -> None:
         store = _Noted(tmp_path / "x")
         (tmp_path / "x").joinpath(tc.inspect(tmp_path / "x").file_list[0].name).read_bytes()
         tree = {"w": tc.Sharded(torch.zeros(800, 512), (2400, 512), (rank * 800, 0))}
-        report = tc.load_into(store, tree, verify="stream")
+        report = tc.load_into(store, tree, read=tc.ReadOptions(verify="stream"))
         assert torch.equal(tree["w"].local, full[rank * 800 : rank * 800 + 800])
         assert sum(store.straight) == report.read_nbytes <= 800 * 512 * 4 + 2 * BLOCK

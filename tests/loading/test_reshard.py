@@ -62,17 +62,17 @@ def check(case: Case) -> None:
         expected = case.tree(comm.rank, saved=False)
         like = case.tree(comm.rank, saved=False)
         _blank(like)
-        found = tc.load(store, like, comm=comm, per_rank="take", strict=False)
+        found = tc.load(store, like, comm=comm, fallback=tc.Fallback(per_rank="take"), strict=False)
         same_layers(found["layers"], expected["layers"], f"load on rank {comm.rank}")
         assert found["values"] == list(case.values)
         assert found["none"] == (None, {}, [])
         assert found["own"].value["rank"] == comm.rank % case.before
         assert torch.equal(found["own"].value["state"], expected["own"].value["state"])
-        tc.load_into(store, like, comm=comm, per_rank="take", strict=False)
+        tc.load_into(store, like, comm=comm, fallback=tc.Fallback(per_rank="take"), strict=False)
         same_layers(like["layers"], expected["layers"], f"load_into on rank {comm.rank}")
 
     on_ranks(case.after, load)
-    whole = tc.load(store, per_rank="take")
+    whole = tc.load(store, fallback=tc.Fallback(per_rank="take"))
     for number, array in enumerate(case.arrays):
         for leaf in whole["layers"][number].values():
             assert bits(leaf) == bits(array.full()), f"whole array {number}"

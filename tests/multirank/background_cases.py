@@ -27,7 +27,7 @@ def _tree(here: Rank, seed: int) -> dict[str, Any]:
 
 
 def _check(path: Path, here: Rank, seed: int) -> None:
-    found = tc.load(path, per_rank="take")
+    found = tc.load(path, fallback=tc.Fallback(per_rank="take"))
     assert found["step"] == seed and torch.equal(found["r"], _tree(here, seed)["r"])
     assert found["own"].value["rng"].tolist() == [here.rank + seed] * 5
     for name, expected in build("plain", 0, 1).items():
@@ -67,7 +67,7 @@ def training_goes_on_with_collectives_of_its_own(here: Rank) -> None:
         store = Hooked(path, here.directory / f"training log {here.rank} {step}", act="hold")
         tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         expected = model.weight.detach().clone()
-        pending = tc.save_async(store, tree, staging="lazy" if step % 2 else "copy")
+        pending = tc.save_async(store, tree, background=tc.BackgroundOptions(staging="lazy" if step % 2 else "copy"))
         guard(optimizer, pending)
         for parameter in model.parameters():
             assert parameter.grad is not None

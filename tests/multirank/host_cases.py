@@ -95,10 +95,10 @@ def _check_once(shards: list[dict[str, Any]]) -> None:
 @case
 def replicas_are_asked_for_once_by_the_ranks_of_a_host(here: Rank) -> None:
     url, target, loaded = _saved(here, "replicas"), _zeros(), list[Any]()
-    shards, _ = _requests(here, lambda: loaded.append(tc.load(url, read="once")))
+    shards, _ = _requests(here, lambda: loaded.append(tc.load(url, read=tc.ReadOptions(once=True))))
     assert not difference(loaded[0], _tree())
     _check_once(shards)
-    shards, _ = _requests(here, lambda: tc.load_into(url, target, read="once"))
+    shards, _ = _requests(here, lambda: tc.load_into(url, target, read=tc.ReadOptions(once=True)))
     assert not difference(target, _tree())
     _check_once(shards)
 
@@ -137,7 +137,7 @@ def a_manager_restores_by_asking_once(here: Rank) -> None:
         total = UNIQUE + weights.nbytes
         assert total <= sum(row["sent"] for row in shards) <= 1.02 * total
         assert indexes <= 3, "rank 0 reads it, also to choose the step"
-        shards, _ = _requests(here, lambda: manager.restore(into=target, read="each"))
+        shards, _ = _requests(here, lambda: manager.restore(into=target, read=tc.ReadOptions(once=False)))
         assert sum(row["sent"] for row in shards) >= here.world * total, "what the caller says wins"
 
 
@@ -155,7 +155,9 @@ def a_training_is_restored_by_asking_once(here: Rank) -> None:
         manager.save(3, tc.training.state(model, optimizer))
         acts: list[Callable[[], object]] = [
             lambda: manager.resume(model, optimizer),
-            lambda: tc.training.restore(f"{run}/step_00000003", model, optimizer, rng=False, read="once"),
+            lambda: tc.training.restore(
+                f"{run}/step_00000003", model, optimizer, rng=False, read=tc.ReadOptions(once=True)
+            ),
         ]
         for act in acts:
             with torch.no_grad():
@@ -207,7 +209,7 @@ def the_ranks_of_a_host_read_the_device_once(here: Rank) -> None:
     acts: list[tuple[Callable[[], object], float, bool]] = [
         (lambda: loaded.append(tc.load(path)), UNIQUE, True),
         (lambda: tc.load_into(path, target), UNIQUE, True),
-        (lambda: tc.load_into(path, target, verify="first"), UNIQUE, True),
+        (lambda: tc.load_into(path, target, read=tc.ReadOptions(verify="first")), UNIQUE, True),
         (lambda: tc.load_into(path, pieces, strict=False), pieces["big0"].numel() * 4, False),
     ]
     for act, wanted, shared in acts:

@@ -47,7 +47,9 @@ def saver(how: str, port: int, rank: int, world: int, run: str) -> Callable[[str
         manager = tc.Manager(run, background=False, comm=comm)
         return lambda name: manager.save(int(name.strip("ab")) * 2 + name.endswith("b"), tree)
     if how == "async":
-        return lambda name: tc.save_async(f"{run}/{name}", tree, writer="thread").result(LIMIT)
+        return lambda name: tc.save_async(
+            f"{run}/{name}", tree, background=tc.BackgroundOptions(writer="thread")
+        ).result(LIMIT)
     return lambda name: tc.save(f"{run}/{name}", tree, comm=comm)
 
 

@@ -1,4 +1,4 @@
-"""read="once": what several ranks of a host want is read by one of them, and handed on."""
+"""Reading once: what several ranks of a host want is read by one of them, and handed on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _sum(number: int) -> int:
 
 def _reports(path: Path, like: Any = None, **options: Any) -> tuple[Any, tc.LoadReport]:
     reports: list[tc.LoadReport] = []
-    tree = tc.load(path, like, read="once", on_report=reports.append, **options)
+    tree = tc.load(path, like, read=tc.ReadOptions(once=True), on_report=reports.append, **options)
     return tree, reports[0]
 
 
@@ -74,7 +74,7 @@ def replicas_are_read_once_by_the_ranks_of_a_host(here: Rank) -> None:
         for leaf in target.values():
             if isinstance(leaf, torch.Tensor):
                 leaf.fill_(9)
-        report = tc.load_into(path, target, read="once", **chosen)
+        report = tc.load_into(path, target, read=tc.ReadOptions(once=True, **chosen))
         assert not _difference(target, expected), chosen
         # each read is rounded out to the borders of checksums
         assert _sum(report.read_nbytes) <= (3 if "memory" in chosen else 1.1) * unique + (1 << 20), chosen
@@ -152,7 +152,7 @@ def tied_shards_that_differ_on_one_rank_stop_all_ranks(here: Rank) -> None:
     tc.save(path, {"a": torch.ones(4, 2), "b": other})
     leaf = distribute(torch.zeros(4, 2), mesh_of(4), (Shard(0),))
     with pytest.raises(tc.TreeckptError) as caught:
-        tc.load_into(path, {"a": leaf, "b": leaf.detach()}, read="once")
+        tc.load_into(path, {"a": leaf, "b": leaf.detach()}, read=tc.ReadOptions(once=True))
     assert isinstance(caught.value, tc.MismatchError if here.rank == 3 else tc.RankError), caught.value
     assert not leaf.to_local().any(), "nothing is written"
     if here.rank < 3:
@@ -177,14 +177,14 @@ def a_changed_byte_fails_the_load_of_every_rank(here: Rank) -> None:
     assert sorted(set(kinds)) == ["CorruptError", "RankError"] and kinds.count("CorruptError") == 1, kinds
     target = {name: torch.full_like(leaf, 9) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
     with pytest.raises(tc.TreeckptError):
-        tc.load_into(path, target, read="once", strict=False, verify="first")
+        tc.load_into(path, target, read=tc.ReadOptions(once=True, verify="first"), strict=False)
     assert all(bool((leaf == 9).all()) for leaf in target.values()), "compared before the first byte is written"
     begin = time.monotonic()
     with pytest.raises(tc.TreeckptError, match=r"partly filled|was not changed") as caught:
-        tc.load_into(path, target, read="once", strict=False)
+        tc.load_into(path, target, read=tc.ReadOptions(once=True), strict=False)
     assert time.monotonic() - begin < default_comm().timeout / 2, "nobody waits for the rank that failed"
     assert isinstance(caught.value, (tc.CorruptError, tc.RankError))
-    found, report = _reports(path, on_corrupt="skip")
+    found, report = _reports(path, fallback=tc.Fallback(on_corrupt="skip"))
     lost: list[Any] = [None] * here.world
     dist.all_gather_object(lost, {part.path for part in report.damaged})
     assert lost[0] and all(paths == lost[0] for paths in lost), "all ranks skip the same"
@@ -213,7 +213,7 @@ def a_rank_that_finds_a_changed_byte_goes_on_with_what_others_share_with_it(here
     }
     begin = time.monotonic()
     with pytest.raises(tc.TreeckptError, match=r"partly filled|was not changed") as caught:
-        tc.load_into(path, target, read="once", strict=False)
+        tc.load_into(path, target, read=tc.ReadOptions(once=True), strict=False)
     assert time.monotonic() - begin < default_comm().timeout / 2
     kinds: list[Any] = [None] * here.world
     dist.all_gather_object(kinds, type(caught.value).__name__)
@@ -239,7 +239,7 @@ def all_ranks_read_the_new_version_where_one_finds_that_its_own_was_replaced(her
     path = here.directory / "once replaced"
     tc.save(path, {name: leaf for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)})
     like = {name: torch.zeros_like(leaf) for name, leaf in _tree().items() if isinstance(leaf, torch.Tensor)}
-    tc.load_into(_Raced(path) if here.rank == 1 else path, like, read="once")
+    tc.load_into(_Raced(path) if here.rank == 1 else path, like, read=tc.ReadOptions(once=True))
     assert not difference(like, {name: leaf + 1 for name, leaf in _tree().items() if name in like})
 
 
@@ -258,7 +258,7 @@ def a_model_and_its_optimizer_are_restored_by_reading_once(here: Rank) -> None:
     path = here.directory / "once trained"
     tc.save(path, tc.training.state(model, optimizer, rng=False))
     fresh, moments = make()
-    report = tc.training.restore(path, fresh, moments, rng=False, read="once")
+    report = tc.training.restore(path, fresh, moments, rng=False, read=tc.ReadOptions(once=True))
     for found, expected in ((fresh.state_dict(), model.state_dict()), (moments.state, optimizer.state)):
         assert str(tc.abstract(list(found.values()))) == str(tc.abstract(list(expected.values())))
     assert all(torch.equal(found, model.state_dict()[name]) for name, found in fresh.state_dict().items())
@@ -267,5 +267,5 @@ def a_model_and_its_optimizer_are_restored_by_reading_once(here: Rank) -> None:
     assert report.nbytes <= _sum(report.read_nbytes) <= 1.1 * report.nbytes + (1 << 20)
     other = torch.nn.Sequential(torch.nn.Linear(300, 400 + (here.rank == 1)))
     with pytest.raises(tc.TreeckptError) as caught:
-        tc.training.restore(path, other, rng=False, read="once", strict=False)
+        tc.training.restore(path, other, rng=False, read=tc.ReadOptions(once=True), strict=False)
     assert isinstance(caught.value, tc.MismatchError if here.rank == 1 else tc.RankError), caught.value

@@ -78,7 +78,7 @@ def test_own_state_of_four_ranks_in_a_world_of_one(shared: tuple[Path, Results])
     directory, _ = _phase(shared, "four")
     with pytest.raises(tc.MismatchError, match="world of 4"):
         tc.load(directory / "own")
-    own = tc.load(directory / "own", per_rank="take")
+    own = tc.load(directory / "own", fallback=tc.Fallback(per_rank="take"))
     assert own["rng"].value["state"].tolist() == [0] * 5
     assert tc.load(directory / "own", select="step") == {"rng": tc.PerRank({"state": ..., "numpy": ...}),
         "loader": tc.PerRank([..., {"epoch": ...}, ..., ...]), "alike": tc.PerRank(...), "step": 7}  # fmt: skip

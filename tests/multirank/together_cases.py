@@ -57,7 +57,7 @@ def what_fails_alike_on_all_is_raised_as_it_is(here: Rank) -> None:
 def arguments_that_are_wrong_on_one_rank_are_told_to_all(here: Rank) -> None:
     path = here.directory / "together arguments"
     tc.save(path, TREE)
-    wrong: dict[str, Any] = {"per_rank": "give" if here.rank == 1 else "take"}
+    wrong: dict[str, Any] = {"strict": "give" if here.rank == 1 else True}
     for load in _ways(**wrong).values():
         with pytest.raises(tc.RankError) as caught:
             load(path, _like())
@@ -69,9 +69,9 @@ def ranks_that_read_once_end_together_too(here: Rank) -> None:
     path = here.directory / "together once"
     tc.save(path, TREE)
     with pytest.raises(tc.RankError) as caught:
-        tc.load(path, _like(999 if here.rank == 2 else 1000), together=True, read="once")
+        tc.load(path, _like(999 if here.rank == 2 else 1000), together=True, read=tc.ReadOptions(once=True))
     assert "expected shape (999,)" in caught.value.ranks[2], caught.value
-    assert torch.equal(tc.load(path, _like(), together=True, read="once")["w"], TREE["w"])
+    assert torch.equal(tc.load(path, _like(), together=True, read=tc.ReadOptions(once=True))["w"], TREE["w"])
 
 
 @case("four")
@@ -92,8 +92,8 @@ def several_loads_in_the_background_end_together_beside_a_save(here: Rank) -> No
 def a_load_in_the_background_refuses_to_talk_while_it_reads(here: Rank) -> None:
     path = here.directory / "together refused"
     tc.save(path, TREE)
-    for options in ({"read": "once"}, {"on_corrupt": "skip"}):
-        [(name, value)] = options.items()
-        with pytest.raises(tc.MismatchError, match=f"{name}: expected .* on 2 ranks, found '{value}'"):
-            tc.load_async(path, **options)  # type: ignore[arg-type]
+    with pytest.raises(tc.MismatchError, match=r"once: expected None, in load_async, found True.* 2 ranks"):
+        tc.load_async(path, read=tc.ReadOptions(once=True))
+    with pytest.raises(tc.MismatchError, match=r"on_corrupt: expected 'error', in load_async, found 'skip'.* 2 ranks"):
+        tc.load_async(path, fallback=tc.Fallback(on_corrupt="skip"))
     assert tc.load_async(path).result(60)["n"] == 3

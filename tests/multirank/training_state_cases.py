@@ -85,12 +85,12 @@ def arrangements_save_the_same_tree(here: Rank) -> None:
 
 @case("four train")
 def training_goes_on_from_every_arrangement_in_every_other_one(here: Rank) -> None:
-    _restore_all(here, arrangements(4), world_changed="error")
+    _restore_all(here, arrangements(4), fallback=tc.Fallback(per_rank="error"))
 
 
 @case("two train")
 def training_goes_on_with_fewer_ranks(here: Rank) -> None:
-    _restore_all(here, arrangements(4), world_changed="take")
+    _restore_all(here, arrangements(4), fallback=tc.Fallback(per_rank="take"))
 
 
 def _restore_all(here: Rank, sources: list[str], **options: Any) -> None:
@@ -341,22 +341,23 @@ def own_state_follows_the_policy_when_the_world_changed(here: Rank) -> None:
         assert (len(states), world) == (4, 2)
         return {"position": sum(state["position"] for state in states[rank::world])}
 
-    def restore(**options: Any) -> Loader:
+    def restore(per_rank: Any = None, **options: Any) -> Loader:
         job, loader = arrange("ddp", 2), Loader()
-        training.restore(path, *job.given, scheduler=job.scheduler, loader=loader, **options)
+        fallback = tc.Fallback(per_rank=per_rank)
+        training.restore(path, *job.given, scheduler=job.scheduler, loader=loader, fallback=fallback, **options)
         return loader
 
-    _refuses(restore, "world of 4", "world_changed")
-    assert restore(world_changed="take").position == 100 + here.rank
-    loader = restore(world_changed={"loader": merge, "rng": "take"})
+    _refuses(restore, "world of 4", "per_rank")
+    assert restore(per_rank="take").position == 100 + here.rank
+    loader = restore(per_rank={"loader": merge, "rng": "take"})
     assert loader.position == (100 + here.rank) + (102 + here.rank)
     assert torch.initial_seed() == 40 + here.rank
     torch.manual_seed(7)
-    assert restore(world_changed={"loader": merge}).position == loader.position
+    assert restore(per_rank={"loader": merge}).position == loader.position
     assert torch.initial_seed() == 40 + here.rank, "fewer ranks continue with their own generators"
-    _refuses(lambda: restore(world_changed={"loader": merge, "rng": "error"}), "rng")
+    _refuses(lambda: restore(per_rank={"loader": merge, "rng": "error"}), "rng")
     _refuses(lambda: restore(rng=False), "loader")
-    _refuses(lambda: restore(world_changed="guess"), "guess")
+    _refuses(lambda: restore(per_rank="guess"), "guess")
     _refuses(lambda: training.restore(here.directory / "per_rank statistics True", Batches(), rng=False), "buffers")
 
 
@@ -405,7 +406,7 @@ def experts_of_pairs_of_ranks_and_a_trunk_of_all_keep_their_moments(here: Rank) 
     path = here.directory / "experts"
     tc.save(path, training.state(model, optimizer, rng=False))
     fresh, again = make(1)
-    training.restore(path, fresh, again, rng=False, partial=True)
+    training.restore(path, fresh, again, rng=False, strict="missing")
     whole = Experts((0, 1))
     plain = torch.optim.AdamW(whole.parameters())
     report = training.restore(path, whole, plain, rng=False)
@@ -435,7 +436,7 @@ def pipeline_stages_are_parts_of_one_state(here: Rank) -> None:
     fresh = _stage(Net().double(), here.rank)
     again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     _refuses(lambda: training.restore(path, [fresh], [again]), "not here", "partial")
-    training.restore(path, [fresh], [again], partial=True)
+    training.restore(path, [fresh], [again], strict="missing")
     for (name, a), b in zip(stage.named_parameters(), fresh.parameters(), strict=True):
         assert bits(a) == bits(b), name
         assert bits(optimizer.state[a]["exp_avg"]) == bits(again.state[b]["exp_avg"]), name
@@ -637,8 +638,7 @@ def modules_with_load_code_take_their_shares_under_every_arrangement(here: Rank)
             for wrap in ("plain", "ddp", "fsdp", "fsdp meta"):
                 name, _, meta = wrap.partition(" ")
                 fresh: Any = make(_Scaled, 1, wrap=name, meta=bool(meta))
-                read: Any = "once" if wrap == "ddp" else "each"
-                training.restore(path, fresh, read=read)
+                training.restore(path, fresh, read=tc.ReadOptions(once=wrap == "ddp"))
                 inner = getattr(fresh, "module", fresh)
                 assert [one.tolist() for one in inner[2].seen] == [[1, 1], [0]]
                 assert isinstance(inner[1].given, DTensor) == (name == "fsdp"), "a share on each rank"
@@ -735,7 +735,7 @@ def a_stage_that_trains_later_goes_back(here: Rank) -> None:
         step()
     tc.save(here.directory / "late stage", training.state([stage], [optimizer], rng=False))
     step()
-    report = training.restore(here.directory / "late stage", [stage], [optimizer], rng=False, partial=True)
+    report = training.restore(here.directory / "late stage", [stage], [optimizer], rng=False, strict="missing")
     assert bool(optimizer.state) == (here.rank == 0) and bool(report.cleared) == (here.rank == 1)
 
 
@@ -863,14 +863,14 @@ def float8_weights_of_a_hub_are_scaled_into_shards(here: Rank) -> None:
     path = here.directory / "float8"
     tc.save(path, {"weight": weight, "weight_scale_inv": scales})
     rule = tc.rules.Dequantize("weight", "weight_scale_inv", block=(128, 128))
-    for read in ("each", "once"):
+    for once in (False, True):
         with torch.device("meta"):
             model = nn.Linear(500, 300, bias=False, dtype=torch.bfloat16)
         fully_shard(model, mesh=mesh_of(2))
         restore = partial(training.restore, path, model, under="model", cast=True)
         _refuses(partial(restore, strict="missing"), "weight_scale_inv")
         assert model.weight.is_meta
-        restore(transforms=rule, read=read)
+        restore(transforms=rule, read=tc.ReadOptions(once=once))
         assert torch.equal(model.weight.full_tensor(), (weight.float() * each).bfloat16())
 
 

@@ -227,7 +227,7 @@ def test_mapped_arrays_stay_mapped_where_rules_only_cut_them_and_are_copied_wher
     tc.save(tmp_path, {"w": fused, "t": fused + 1})
     reports: list[tc.LoadReport] = []
     rules = [R.Rename("t", "u"), R.Split("w", ("a", "b")), R.Permute("u")]
-    found = tc.load(tmp_path, transforms=rules, mmap=True, on_report=reports.append)
+    found = tc.load(tmp_path, transforms=rules, read=tc.ReadOptions(mmap=True), on_report=reports.append)
     assert torch.equal(torch.cat([found["a"], found["b"]]), fused) and torch.equal(found["u"], (fused + 1).T)
     assert reports[0].read_nbytes == fused.nbytes, "only the one that is turned"
 
@@ -362,7 +362,7 @@ def test_trees_are_filled_in_place_under_every_way_to_verify(verify: Any) -> Non
     store, fused = tc.MemoryStore(), torch.arange(48.0).view(12, 4)
     tc.save(store, {"w": fused})
     mine = {"a": torch.zeros(4, 4), "b": torch.zeros(8, 4)}
-    tc.load_into(store, mine, transforms=R.Split("w", ("a", "b"), sizes=(1, 2)), verify=verify)
+    tc.load_into(store, mine, transforms=R.Split("w", ("a", "b"), sizes=(1, 2)), read=tc.ReadOptions(verify=verify))
     assert torch.equal(torch.cat([mine["a"], mine["b"]]), fused)
 
 

@@ -96,7 +96,7 @@ def test_any_part_of_an_array_in_any_layout_has_its_own_scales(data: st.DataObje
     rule = tc.rules.Dequantize("w", "w_scale", block=block)
     wanted = tc.ArraySpec(shape, "float32", regions=(part,), kind="torch.Tensor")
     axes = tuple(data.draw(st.permutations(range(len(shape))), label="axes"))
-    found = tc.load(store, {"w": wanted}, transforms=rule, per_rank="take")["w"]
+    found = tc.load(store, {"w": wanted}, transforms=rule, fallback=tc.Fallback(per_rank="take"))["w"]
     found = found.local if isinstance(found, tc.Sharded) else found
     assert torch.equal(torch.as_tensor(found), expected[part.slices()])
     turned = tc.load(store, transforms=[rule, tc.rules.Permute("w", axes)])["w"]
@@ -272,7 +272,7 @@ def test_damaged_scales_are_found(tmp_path: Path) -> None:
     with pytest.raises(tc.CorruptError):
         tc.load_into(tmp_path / "c", into, transforms=RULE)
     assert not into["l.weight"].any() and not into["n"].any()
-    found = tc.load(tmp_path / "c", transforms=RULE, on_corrupt="skip")
+    found = tc.load(tmp_path / "c", transforms=RULE, fallback=tc.Fallback(on_corrupt="skip"))
     assert found["l.weight"] is ...
 
 

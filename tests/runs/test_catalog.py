@@ -230,7 +230,9 @@ def test_what_ranks_held_counts_every_replica(tmp_path):
 
 
 def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path):
-    pending = treeckpt.save_async(tmp_path / "a", {"x": np.zeros(100_000)}, step=1, writer="thread")
+    pending = treeckpt.save_async(
+        tmp_path / "a", {"x": np.zeros(100_000)}, step=1, background=treeckpt.BackgroundOptions(writer="thread")
+    )
     report = pending.result(60)
     timings = catalog.read_timings(tmp_path / "a")
     assert [(host.name, decode_runs(host.ranks).tolist()) for host in timings.hosts] == [(socket.gethostname(), [0])]

@@ -362,7 +362,7 @@ def test_a_failed_save_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_skipped_save_is_not_followed(tmp_path: Path) -> None:
-    with manager(tmp_path, background=True, busy="skip", writer="thread") as made:
+    with manager(tmp_path, background=tc.BackgroundOptions(busy="skip", writer="thread")) as made:
         made.save(10, {"w": np.zeros(1 << 22)})
         for step in range(11, 15):
             made.save(step, {"w": np.zeros(1 << 22)})

@@ -247,7 +247,7 @@ def test_changed_bytes_are_found_by_verifying_and_restore_falls_back(tmp_path, c
     with pytest.raises(tc.CorruptError):
         made.restore(step=2)
     tree = whole_tree(seed=5)
-    made.restore(into=tree, per_rank="take")
+    made.restore(into=tree, fallback=tc.Fallback(per_rank="take"))
     assert_equal(tree, whole_tree(seed=1))
 
 
@@ -832,7 +832,7 @@ def test_options_are_refused_when_the_manager_is_made(tmp_path):
 
 def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_path, monkeypatch):
     """An old empty directory is about to be removed when a save into it begins: one waits for the other."""
-    made, order = tc.Manager(tmp_path, keep=1, writer="thread"), []
+    made, order = tc.Manager(tmp_path, keep=1, background=tc.BackgroundOptions(writer="thread")), []
     made.save(1, {"s": 1})
     made.wait()
     (tmp_path / step_name(2)).mkdir()

@@ -180,7 +180,7 @@ def test_a_run_stays_where_it_is_when_the_program_moves(tmp_path: Path, monkeypa
 
 def test_a_pinned_save_that_is_skipped_or_refused_leaves_no_pin(tmp_path: Path) -> None:
     gate = Gate()
-    with tc.Manager(GatedRun(tmp_path, gate), busy="skip", writer="thread") as made:
+    with tc.Manager(GatedRun(tmp_path, gate), background=tc.BackgroundOptions(busy="skip", writer="thread")) as made:
         gate.open.clear()
         made.save(1, {"s": 1})
         assert made.save(2, {"s": 2}, pin=True).skipped  # pyright: ignore[reportAttributeAccessIssue]
@@ -193,7 +193,7 @@ def test_a_pinned_save_that_is_skipped_or_refused_leaves_no_pin(tmp_path: Path) 
 def test_a_pinned_save_that_fails_behind_the_training_leaves_no_pin(tmp_path: Path) -> None:
     gate = Gate()
     gate.failing = {step_name(1), step_name(2)}
-    made = tc.Manager(GatedRun(tmp_path, gate), writer="thread")
+    made = tc.Manager(GatedRun(tmp_path, gate), background=tc.BackgroundOptions(writer="thread"))
     for step, earlier in ((1, False), (2, True)):
         if earlier:
             made.directory.put_pin(step)
@@ -259,20 +259,24 @@ def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[
 
 
 def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
-    own = {"step", "comm", "custom_metadata", "files", "together", "follow_links"}
+    own = {"step", "comm", "custom_metadata", "files", "together", "background"}
     for function, passed_on in (
-        (tc.save, manager_options.SaveKeywords),
-        (tc.save_async, manager_options.BackgroundSaveKeywords),
-        (tc.load, keywords.LoadKeywords),
-        (tc.load_into, keywords.LoadIntoKeywords),
+        (tc.save, manager_options.SaveKeywords.__optional_keys__),
+        (tc.save_async, manager_options.SaveKeywords.__optional_keys__),
+        (tc.load, keywords.LoadKeywords.__optional_keys__),
+        (tc.load_into, keywords.LoadKeywords.__optional_keys__ - keywords.ONLY_OF_LOAD),
     ):
-        assert passed_on.__optional_keys__ == inspect.unwrap(function).__kwdefaults__.keys() - own
+        assert passed_on == inspect.unwrap(function).__kwdefaults__.keys() - own
 
 
 def test_a_mistyped_option_is_told_with_the_one_that_is_like_it(tmp_path: Path) -> None:
-    for wrong, right in (("kep", "keep"), ("evry", "every"), ("overwite", "overwrite"), ("buzy", "busy")):
+    for wrong, right in (("kep", "keep"), ("evry", "every"), ("overwite", "overwrite")):
         with pytest.raises(TypeError, match=rf"^'{wrong}' is no option of Manager, .*; near to it is '{right}'$"):
             tc.Manager(tmp_path, **{wrong: 3})
+    with pytest.raises(
+        TypeError, match=r"'buzy' is no option of Manager, .*; write background=tc.BackgroundOptions\(busy="
+    ):
+        manager(tmp_path, buzy="skip")
     with pytest.raises(TypeError, match=r"'colour' is no option of Manager, nor of save$"):
         manager(tmp_path, colour=3)
 

@@ -19,12 +19,13 @@ from treeckpt._runs.run import RunDirectory
 
 
 def manager(run: RunStore | Path, **options: Any) -> tc.Manager:
-    return tc.Manager(run, **{"writer": "thread", **options})
+    how = tc.BackgroundOptions(writer="thread", busy=options.pop("busy", "wait"))
+    return tc.Manager(run, background=how, **options)
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_saves_are_durable_and_cleaned_up_after_at_the_end(tmp_path: Path, writer: str) -> None:
-    with tc.Manager(tmp_path, keep=2, writer=writer) as made:
+    with tc.Manager(tmp_path, keep=2, background=tc.BackgroundOptions(writer=writer)) as made:
         array = np.zeros(1000)
         for step in range(1, 6):
             array += 1
@@ -161,7 +162,7 @@ from tests.helpers.background import Gate, GatedRun
 
 gate = Gate()
 gate.open.wait = lambda timeout: threading.Event().wait()
-manager = tc.Manager(GatedRun({str(tmp_path)!r}, gate), writer="thread")
+manager = tc.Manager(GatedRun({str(tmp_path)!r}, gate), background=tc.BackgroundOptions(writer="thread"))
 manager.save(1, {{"s": 1}})
 try:
     manager.close(timeout=0.2)

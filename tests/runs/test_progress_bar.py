@@ -51,7 +51,7 @@ def test_what_a_load_borrows_counts_too(store, errors_to):
         store.read(name, limit=1 << 30)  # into the page cache
     tree = {"a": np.zeros(100_000, np.int64), "b": np.ones(10)}
     with reading_bar(store, "filling", 1_600_160) as source:
-        tc.load_into(source, tree, verify="first")
+        tc.load_into(source, tree, read=tc.ReadOptions(verify="first"))
     assert tree["a"][-1] == 99_999 and "1.6/1.6 MB" in screen.getvalue(), "compared, and then copied"
 
 

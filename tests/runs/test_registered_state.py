@@ -335,7 +335,7 @@ def test_a_checkpoint_is_none_before_every_rank_has_written_its_state(tmp_path: 
 
 
 def test_saves_in_the_background_hold_what_was_registered_at_the_time(tmp_path: Path) -> None:
-    manager, extra = tc.Manager(tmp_path, writer="thread"), {"counter": 1}
+    manager, extra = tc.Manager(tmp_path, background=tc.BackgroundOptions(writer="thread")), {"counter": 1}
     table = Table(0, 1, 2.0)
     manager.register("extra", extra)
     manager.register("sparse", tc.KeyedTable.of(table))

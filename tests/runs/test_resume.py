@@ -199,7 +199,7 @@ def test_ranks_resume_one_step_whatever_one_of_them_finds(tmp_path: Path) -> Non
 
     def resume(comm: Any) -> tuple[Any, int, int]:
         job = Job(tmp_path, seed=comm.rank, comm=comm)
-        report = job.resume(world_changed="take")
+        report = job.resume(fallback=tc.Fallback(per_rank="take"))
         return report and report.passed_over, job.manager.count, job.seen["samples"]
 
     assert [outcome.value for outcome in on_ranks(2, resume)] == [(None, 0, 0)] * 2
@@ -232,8 +232,8 @@ def test_registered_state_of_each_rank_on_another_number_of_ranks_is_refused_by_
     assert errors_of(on_ranks(2, save)) == [None] * 2
     refused = errors_of(on_ranks(1, resume))[0]
     assert isinstance(refused, tc.MismatchError) and "registered/own/place" in str(refused)
-    assert "world_changed='take'" in str(refused)
-    assert [out.value for out in on_ranks(1, lambda comm: resume(comm, world_changed="take"))] == [10]
+    assert "per_rank='take'" in str(refused)
+    assert [out.value for out in on_ranks(1, lambda comm: resume(comm, fallback=tc.Fallback(per_rank="take")))] == [10]
 
 
 def test_a_newest_step_whose_index_cannot_be_read_is_named_though_its_place_in_the_lineage_is_lost(

@@ -156,14 +156,14 @@ def skip_eio(path: Path, shard: Path) -> int:
         read(self, name, offset, out, shared=shared)
 
     tc.LocalStore.read_into = fails
-    print(sum(leaf is not ... for leaf in tc.load(path, on_corrupt="skip").values()))
+    print(sum(leaf is not ... for leaf in tc.load(path, fallback=tc.Fallback(on_corrupt="skip")).values()))
     return 0
 
 
 def test_for_want_of_descriptors_no_leaf_is_left_out_as_damaged(run: Path) -> None:
     def load() -> int:
         with descriptors_left(5):
-            tc.load(run / step_name(3), on_corrupt="skip")
+            tc.load(run / step_name(3), fallback=tc.Fallback(on_corrupt="skip"))
         return 0
 
     code, text = in_child(load)

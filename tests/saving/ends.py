@@ -39,7 +39,7 @@ def first_in_the_background(path: str) -> None:
 
 
 def first_by_a_thread(path: str) -> None:
-    atexit.register(save, f"{path}/1", writer="thread", staging="lazy")
+    atexit.register(save, f"{path}/1", background=tc.BackgroundOptions(writer="thread", staging="lazy"))
 
 
 def first_in_the_foreground(path: str) -> None:

@@ -41,7 +41,9 @@ def outer_calls(path: str) -> dict[str, Callable[[], Any]]:
     return {
         "save": lambda: tc.save(f"{path}/c", TREE, overwrite=True, files={"one": b"1"}),
         "save_async": lambda: tc.save_async(f"{path}/d", TREE, overwrite=True).result(HANGS),
-        "thread": lambda: tc.save_async(f"{path}/e", TREE, overwrite=True, writer="thread").wait_staged(HANGS),
+        "thread": lambda: tc.save_async(
+            f"{path}/e", TREE, overwrite=True, background=tc.BackgroundOptions(writer="thread")
+        ).wait_staged(HANGS),
         "foreground": lambda: manage(managers[0]),
         "background": lambda: manage(managers[1]),
         "result": lambda: pending.result(HANGS),

@@ -43,7 +43,8 @@ def _run(code: str, path: Path) -> None:
 def test_a_save_under_way_is_not_waited_for_in_a_forked_child(tmp_path: Path) -> None:
     _run(
         """
-pending = tc.save_async(Held(path + "/c"), {"w": np.ones(5)}, writer="thread", staging="lazy")
+lazy = tc.BackgroundOptions(writer="thread", staging="lazy")
+pending = tc.save_async(Held(path + "/c"), {"w": np.ones(5)}, background=lazy)
 pending.wait_staged(60)
 other = tc.save_async(path + "/other", {"w": np.ones(5)}, comm=SoloComm())
 other.result(60)
@@ -75,7 +76,7 @@ manager.save(1, {"w": np.ones(5)})
 manager.wait()
 real = manager.directory.folder
 manager.directory.folder = lambda step: Held(real(step).url)
-manager.options = msgspec.structs.replace(manager.options, writer="thread")
+manager.options = msgspec.structs.replace(manager.options, background=tc.BackgroundOptions(writer="thread"))
 held = manager.save(2, {"w": np.ones(5)})
 manager.directory.folder = real
 

@@ -121,7 +121,7 @@ def plain(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_saved(path: Path, expected: dict[str, Any]) -> None:
-    found = tc.load(path, per_rank="take")
+    found = tc.load(path, fallback=tc.Fallback(per_rank="take"))
     assert list(found) == list(expected)
     for key, leaf in expected.items():
         got = found[key].value if isinstance(found[key], tc.PerRank) else found[key]
@@ -163,7 +163,9 @@ def test_what_is_saved_is_what_was_there_when_it_was_staged(
 ) -> None:
     tree = leaves_of_every_kind()
     expected = plain(tree)
-    pending = tc.save_async(tmp_path / "c", tree, comm=comm, writer=writer, staging=staging)
+    pending = tc.save_async(
+        tmp_path / "c", tree, comm=comm, background=tc.BackgroundOptions(writer=writer, staging=staging)
+    )
     pending.wait_staged()
     change(tree)
     report = pending.result(60)
@@ -176,7 +178,9 @@ def test_a_model_may_load_other_weights_once_it_is_staged(tmp_path: Path, comm: 
     torch.manual_seed(0)
     model, other = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    pending = tc.save_async(tmp_path / "c", model.state_dict(), comm=comm, writer=writer)
+    pending = tc.save_async(
+        tmp_path / "c", model.state_dict(), comm=comm, background=tc.BackgroundOptions(writer=writer)
+    )
     model.load_state_dict(other.state_dict())
     pending.result(60)
     found = tc.load(tmp_path / "c")
@@ -208,7 +212,7 @@ def test_both_writers_and_a_plain_save_write_the_same_bytes(tmp_path: Path, comm
     options: dict[str, Any] = {"step": 4, "comm": comm, "custom_metadata": {"k": 1}, "max_shard_bytes": limit}
     tc.save(tmp_path / "sync", tree, **options)
     for writer in WRITERS:
-        tc.save_async(tmp_path / writer, tree, writer=writer, **options).result(60)
+        tc.save_async(tmp_path / writer, tree, background=tc.BackgroundOptions(writer=writer), **options).result(60)
     contents = [content_of(tmp_path / name) for name in ("sync", *WRITERS)]
     assert contents[0].keys() == contents[1].keys() == contents[2].keys() and INDEX_NAME in contents[0]
     for name, data in contents[0].items():
@@ -239,7 +243,9 @@ def test_two_saves_at_once_then_five_in_a_row(tmp_path: Path) -> None:
 def test_threads_that_save_on_one_comm_take_turns(tmp_path: Path, comm: Comm) -> None:
     def act(number: int) -> None:
         tree = {"w": torch.full((1000,), float(number)), "n": number}
-        tc.save_async(tmp_path / f"{number}", tree, comm=comm, writer="thread").result(60)
+        tc.save_async(tmp_path / f"{number}", tree, comm=comm, background=tc.BackgroundOptions(writer="thread")).result(
+            60
+        )
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(act, range(8)))
@@ -261,7 +267,13 @@ def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, w
         """By how much memory in bytes, descriptors and threads have grown."""
         before = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
         for number in itertools.islice(numbers, saves):
-            tc.save_async(tmp_path / "c", tree | {"n": number}, comm=comm, writer=writer, overwrite=True).result(60)
+            tc.save_async(
+                tmp_path / "c",
+                tree | {"n": number},
+                comm=comm,
+                background=tc.BackgroundOptions(writer=writer),
+                overwrite=True,
+            ).result(60)
         now = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
@@ -303,7 +315,7 @@ def test_prewarm_makes_everything_ready(tmp_path: Path, fresh: Comm) -> None:
 
 def test_prewarm_of_what_cannot_be_saved_is_an_error(comm: Comm) -> None:
     with pytest.raises(tc.TreeError, match="bad"):
-        tc.prewarm({"bad": object()}, comm=comm, writer="thread")
+        tc.prewarm({"bad": object()}, comm=comm, background=tc.BackgroundOptions(writer="thread"))
 
 
 # lazy staging ---------------------------------------------------------------------------------------------------------
@@ -316,7 +328,7 @@ def test_the_guard_holds_the_step_until_everything_is_copied(tmp_path: Path, com
         expected = {key: value.clone() for key, value in model.state_dict().items()}
         moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
         tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        pending = tc.save_async(tmp_path / f"{step}", tree, comm=comm, staging="lazy")
+        pending = tc.save_async(tmp_path / f"{step}", tree, comm=comm, background=tc.BackgroundOptions(staging="lazy"))
         guard(optimizer, pending)
         optimizer.zero_grad()
         loss.backward()
@@ -369,7 +381,9 @@ def test_a_copy_that_fails_stops_neither_training_nor_later_saves(tmp_path: Path
     real = adapter.source
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter, "source", source)
-        pending = tc.save_async(tmp_path / "c", {"w": np.ones(3)}, comm=comm, staging="lazy")
+        pending = tc.save_async(
+            tmp_path / "c", {"w": np.ones(3)}, comm=comm, background=tc.BackgroundOptions(staging="lazy")
+        )
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         guard(optimizer, pending)
         optimizer.step()
@@ -392,13 +406,13 @@ def held(path: Path) -> Hooked:
 
 def test_busy_skip_does_nothing(tmp_path: Path, comm: Comm) -> None:
     first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
-    second = tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="skip")
+    second = tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(busy="skip"))
     assert second.skipped and second.done() and second.result() is None and "skipped" in repr(second)
     second.wait_staged()
     assert not first.done() and not first.skipped and not (tmp_path / "b").exists()
     store.release()
     assert first.result(60) is not None
-    third = tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, busy="skip")
+    third = tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, background=tc.BackgroundOptions(busy="skip"))
     assert not third.skipped and third.result(60) is not None
     assert tc.load(tmp_path / "b") == {"n": 3}
 
@@ -406,7 +420,7 @@ def test_busy_skip_does_nothing(tmp_path: Path, comm: Comm) -> None:
 def test_busy_error_raises_at_once(tmp_path: Path, comm: Comm) -> None:
     first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
     with pytest.raises(tc.CheckpointError, match="no save under way") as caught:
-        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="error")
+        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(busy="error"))
     assert str(tmp_path / "a") in str(caught.value) and not first.done()
     store.release()
     assert first.result(60) is not None and not (tmp_path / "b").exists()
@@ -428,7 +442,7 @@ def test_a_plain_save_waits_for_the_one_in_the_background(tmp_path: Path, comm: 
 def test_waiting_for_an_earlier_save_has_a_limit(tmp_path: Path, comm: Comm) -> None:
     first = tc.save_async(store := held(tmp_path / "a"), {"n": 1}, comm=comm)
     with pytest.raises(tc.CheckpointError, match="still under way"):
-        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, timeout=0.1)
+        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(timeout=0.1))
     with pytest.raises(TimeoutError, match="still being saved"):
         first.result(0.01)
     store.release()
@@ -451,7 +465,10 @@ def test_a_time_limit_keeps_the_groups_and_members_of_the_comm(tmp_path: Path, m
     outcomes = on_ranks(
         comms,
         lambda comm: tc.save_async(
-            tmp_path / "c", {"n": 1}, comm=comm, timeout=limits[comm.rank], writer="thread"
+            tmp_path / "c",
+            {"n": 1},
+            comm=comm,
+            background=tc.BackgroundOptions(timeout=limits[comm.rank], writer="thread"),
         ).result(60),
     )
     assert errors_of(outcomes) == [None, None] and sorted(seen) == [((2,), (4, 5), 50.0), ((2,), (4, 5), LONG)]
@@ -465,13 +482,19 @@ def test_ranks_agree_on_whether_they_are_busy(tmp_path: Path) -> None:
         first = tc.save_async(store if comm.rank else tmp_path / "a", {"n": 1}, comm=comm)
         if comm.rank == 0:  # as if it had been told the end already
             session(comm).current = None
-        found: list[Any] = [tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="skip").skipped]
+        found: list[Any] = [
+            tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(busy="skip")).skipped
+        ]
         with pytest.raises(tc.CheckpointError) as caught:
-            tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, busy="error")
+            tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(busy="error"))
         found.append("on rank 1" in str(caught.value))
         store.release()
         first.result(60)
-        return [*found, tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, busy="skip").result(60) is not None]
+        return [
+            *found,
+            tc.save_async(tmp_path / "b", {"n": 3}, comm=comm, background=tc.BackgroundOptions(busy="skip")).result(60)
+            is not None,
+        ]
 
     assert [o.value or o.error for o in on_ranks(comms, act)] == [[True, True, True]] * 2
     assert tc.load(tmp_path / "a") == {"n": 1} and tc.load(tmp_path / "b") == {"n": 3}
@@ -523,10 +546,12 @@ def test_a_failing_store_fails_that_save_only(tmp_path: Path, comm: Comm, writer
     """A store that cannot be sent anywhere is written by a thread, whatever was asked for."""
     for at in range(5):
         store = Faulty(tc.LocalStore(tmp_path / f"{at}"), Switch(at, names=("create", "write", "commit", "publish")))
-        pending = tc.save_async(store, small_tree(0, 1), comm=comm, writer=writer)
+        pending = tc.save_async(store, small_tree(0, 1), comm=comm, background=tc.BackgroundOptions(writer=writer))
         with pytest.raises(tc.CheckpointError, match="injected"):
             pending.result(60)
-        assert tc.save_async(tmp_path / f"{at}", small_tree(0, 1, seed=5), comm=comm, writer=writer).result(60)
+        assert tc.save_async(
+            tmp_path / f"{at}", small_tree(0, 1, seed=5), comm=comm, background=tc.BackgroundOptions(writer=writer)
+        ).result(60)
         assert_holds(tmp_path / f"{at}", seed=5)
 
 
@@ -568,7 +593,11 @@ def test_ranks_save_in_the_background(tmp_path: Path) -> None:
         outcomes = on_ranks(
             comms,
             lambda c, s=seed: tc.save_async(
-                tmp_path / "c", small_tree(c.rank, 3, seed=s), comm=c, overwrite=True, busy="wait"
+                tmp_path / "c",
+                small_tree(c.rank, 3, seed=s),
+                comm=c,
+                overwrite=True,
+                background=tc.BackgroundOptions(busy="wait"),
             ).result(60),
         )
         assert errors_of(outcomes) == [None] * 3, errors_of(outcomes)
@@ -618,7 +647,9 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
     def act(comm: Comm) -> Any:
         tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
         mute: Any = _Mute(comm) if comm.rank else Patient(comm, 1)
-        return tc.save_async(tmp_path / "c", small_tree(comm.rank, 2), comm=mute, timeout=4.0).result(60)
+        return tc.save_async(
+            tmp_path / "c", small_tree(comm.rank, 2), comm=mute, background=tc.BackgroundOptions(timeout=4.0)
+        ).result(60)
 
     for error in errors_of(on_ranks(comms, act)):
         assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 4 s"}
@@ -678,7 +709,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import numpy as np
 import treeckpt as tc
 tree = {{f"layers.{{i}}.w": np.full((3,), i, np.float32) for i in range(20_000)}}
-pending = [tc.save_async({str(tmp_path)!r} + f"/{{n}}", tree, writer=w) for n, w in enumerate(("process", "thread"))]
+writers = [tc.BackgroundOptions(writer=writer) for writer in ("process", "thread")]
+pending = [tc.save_async({str(tmp_path)!r} + f"/{{n}}", tree, background=one) for n, one in enumerate(writers)]
 for number, one in enumerate(pending):
     assert one.result(60).staged_nbytes == 240_000
     found = tc.load({str(tmp_path)!r} + f"/{{number}}")
@@ -713,7 +745,7 @@ def test_equal_trees_come_back(tmp_path: Path, comm: Comm) -> None:
     tc.save_async(str(tmp_path / "c"), tree, comm=comm, step=7, custom_metadata={"note": "x"}).result(60)
     index = tc.inspect(tmp_path / "c")
     assert index.step == 7 and index.metadata == {"note": "x"}
-    found = tc.load(tmp_path / "c", per_rank="take")
+    found = tc.load(tmp_path / "c", fallback=tc.Fallback(per_rank="take"))
     found["pieces"] = tree["pieces"] = None
     assert_equal(found, tree)
 

@@ -158,7 +158,7 @@ def test_a_changed_byte_is_found_and_only_its_leaf_is_lost(tmp_path: Path) -> No
     with pytest.raises(tc.CorruptError, match=file.name):
         tc.load_into(tmp_path / "c", into)
     assert into["reader"] == b""
-    assert tc.load(tmp_path / "c", on_corrupt="skip")["reader"] is ...
+    assert tc.load(tmp_path / "c", fallback=tc.Fallback(on_corrupt="skip"))["reader"] is ...
 
 
 def test_ranks_whose_texts_differ_are_told_so() -> None:
@@ -334,7 +334,7 @@ def test_a_buffer_may_grow_when_it_is_saved(tmp_path: Path) -> None:
     buffer = bytearray(b"x" * 9000)
     tc.save(tmp_path / "a", {"buffer": buffer})
     buffer.extend(b"y" * 9000)
-    pending = tc.save_async(tmp_path / "b", {"buffer": buffer}, staging="lazy")
+    pending = tc.save_async(tmp_path / "b", {"buffer": buffer}, background=tc.BackgroundOptions(staging="lazy"))
     buffer.extend(b"z" * 90_000)
     pending.result()
     assert tc.load(tmp_path / "a")["buffer"] == b"x" * 9000

@@ -18,7 +18,7 @@ LONG = 60.0
 def test_callbacks_are_called_once_in_order_when_the_checkpoint_is_there(tmp_path: Path) -> None:
     found: list[tuple[str, bool, int]] = []
     called = threading.Event()
-    pending = tc.save_async(tmp_path / "c", {"w": np.zeros(1 << 20)}, writer="thread")
+    pending = tc.save_async(tmp_path / "c", {"w": np.zeros(1 << 20)}, background=tc.BackgroundOptions(writer="thread"))
     for name in "ab":
         pending.add_done_callback(lambda one, name=name: found.append((name, one.done(), tc.inspect(one.path).world)))
     pending.add_done_callback(lambda _: called.set())
@@ -43,7 +43,7 @@ def test_callbacks_learn_of_failures_and_their_own_are_logged(tmp_path: Path, ca
             raise OSError(28, "No space left on device")
 
     with caplog.at_level(logging.ERROR, "treeckpt"):
-        pending = tc.save_async(Full(), {"w": np.zeros(8)}, writer="thread")
+        pending = tc.save_async(Full(), {"w": np.zeros(8)}, background=tc.BackgroundOptions(writer="thread"))
         pending.add_done_callback(lambda _: 1 / 0)
         pending.add_done_callback(note)
         pending.add_done_callback(lambda _: called.set())

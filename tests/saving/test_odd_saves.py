@@ -34,7 +34,7 @@ def test_an_interrupted_save_keeps_nothing_and_the_next_one_works(
     comm = SoloComm()
 
     def save() -> tc.Pending:
-        return tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+        return tc.save_async(tmp_path / "c", TREE, comm=comm, background=tc.BackgroundOptions(writer="thread"))
 
     with monkeypatch.context() as patch:
         if where == "staging":
@@ -58,11 +58,16 @@ def test_a_save_whose_thread_cannot_start_is_made_in_the_calling_thread_and_bloc
     comm = SoloComm()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        assert tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread").done()
+        assert tc.save_async(tmp_path / "c", TREE, comm=comm, background=tc.BackgroundOptions(writer="thread")).done()
         with pytest.raises(tc.CheckpointExists):  # there is nobody else to tell
-            tc.save_async(tmp_path / "c", TREE, comm=comm, writer="thread")
+            tc.save_async(tmp_path / "c", TREE, comm=comm, background=tc.BackgroundOptions(writer="thread"))
     assert tc.verify(tmp_path / "c").ok and "the calling thread writes, as none can be started" in caplog.text
-    assert tc.save_async(tmp_path / "d", TREE, comm=comm, writer="thread", timeout=60).result(60) is not None
+    assert (
+        tc.save_async(
+            tmp_path / "d", TREE, comm=comm, background=tc.BackgroundOptions(writer="thread", timeout=60)
+        ).result(60)
+        is not None
+    )
 
 
 def _let_savers_end() -> None:
@@ -74,11 +79,15 @@ def _let_savers_end() -> None:
 
 
 def test_comms_that_come_and_go_leave_no_descriptors(tmp_path: Path) -> None:
-    tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), writer="thread").result(60)
+    tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer="thread")).result(
+        60
+    )
     _let_savers_end()
     before = arenas_open()
     for number in range(3):
-        tc.save_async(tmp_path / f"{number}", TREE, comm=SoloComm(), writer="thread").result(60)
+        tc.save_async(
+            tmp_path / f"{number}", TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer="thread")
+        ).result(60)
     _let_savers_end()
     assert arenas_open() <= before and files_open(tmp_path) == []
 
@@ -100,14 +109,14 @@ def test_an_arena_that_is_dropped_is_unpinned_before_its_memory_goes() -> None:
 @pytest.mark.parametrize("option", ["busy", "staging", "writer"])
 def test_unknown_choices_are_refused(tmp_path: Path, option: str) -> None:
     with pytest.raises(tc.TreeckptError, match=f"(?s){option}.*'wiat'"):
-        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), **{option: "wiat"})
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), background=tc.BackgroundOptions(**{option: "wiat"}))
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
 def test_a_timeout_within_which_nobody_can_answer_is_refused(tmp_path: Path, timeout: float) -> None:
     with pytest.raises(tc.TreeckptError, match=r"a timeout of more than 0 seconds.*busy="):
-        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), timeout=timeout)
+        tc.save_async(tmp_path / "c", TREE, comm=SoloComm(), background=tc.BackgroundOptions(timeout=timeout))
     assert not (tmp_path / "c").exists()
 
 
@@ -234,7 +243,7 @@ def test_a_rank_alone_opens_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rounds.Round, "__init__", fail)
     tc.save(tmp_path / "a", TREE)
-    tc.save_async(tmp_path / "b", TREE, writer="thread").result(60)
+    tc.save_async(tmp_path / "b", TREE, background=tc.BackgroundOptions(writer="thread")).result(60)
     with pytest.raises(tc.CheckpointExists):
         tc.save(tmp_path / "a", TREE)
     assert [np.array_equal(tc.load(tmp_path / name)["a"], TREE["a"]) for name in "ab"] == [True, True]

@@ -85,7 +85,9 @@ def test_a_large_replica_that_differs_is_refused_and_does_not_become_a_mixture(b
     def save(comm: Any, **options: Any) -> None:
         tree = {"experts": torch.full((1200, 1000), float(comm.rank)), "rest": torch.ones(3)}
         if background:
-            tc.save_async(store, tree, comm=comm, writer="thread", **options).result(60)
+            tc.save_async(store, tree, comm=comm, background=tc.BackgroundOptions(writer="thread"), **options).result(
+                60
+            )
         else:
             tc.save(store, tree, comm=comm, **options)
 

@@ -159,7 +159,7 @@ def test_small_arrays_are_filled_as_large_ones_are(tmp_path: Path, limit: int | 
         other = tc.load_into(tmp_path / "x", long)
     assert texts(short) == texts(long) == texts(saved)
     assert (report.nbytes, report.loaded) == (other.nbytes, other.loaded)
-    assert texts(tc.load(tmp_path / "x", copy=True)) == texts(saved)
+    assert texts(tc.load(tmp_path / "x", read=tc.ReadOptions(copy=True))) == texts(saved)
     assert texts(tc.load(tmp_path / "x")) == texts(saved)
 
 

@@ -60,15 +60,17 @@ def test_calls_that_are_cancelled_are_not_made() -> None:
 def test_everything_is_saved_and_loaded_without_a_thread(tmp_path: Path, writer: Any) -> None:
     with no_threads():
         tc.save(tmp_path / "a", TREE, files={"one": b"1", "two": b"2"})
-        pending = tc.save_async(tmp_path / "b", TREE, comm=SoloComm(), writer=writer, staging="lazy")
+        pending = tc.save_async(
+            tmp_path / "b", TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer=writer, staging="lazy")
+        )
         assert pending.done() and pending.result() is not None
-        tc.prewarm(TREE, comm=SoloComm(), writer=writer)
+        tc.prewarm(TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer=writer))
         assert tc.verify(tmp_path / "a").ok and tc.verify(tmp_path / "b").ok
         assert same(tc.load(tmp_path / "a")) and same(tc.load_async(tmp_path / "b").result())
         into = {"w": np.zeros(3_000_000, int), "b": np.zeros(5 << 20, np.int32), "n": 0}
         tc.load_into(tmp_path / "b", into)
         assert same(into)
-        with tc.Manager(tmp_path / "run", keep=1, writer=writer) as manager:
+        with tc.Manager(tmp_path / "run", keep=1, background=tc.BackgroundOptions(writer=writer)) as manager:
             for step in (1, 2, 3):
                 manager.save(step, {"step": step})
             assert manager.latest() == 3 and manager.restore() == {"step": 3}
@@ -96,7 +98,7 @@ import treeckpt as tc
 from treeckpt._io.comm.comm import SoloComm
 
 path, tree = sys.stdin.readline().strip(), {"w": np.arange(300_000), "n": 1}
-tc.save_async(path + "/first", tree, writer="thread", comm=SoloComm()).result(60)
+tc.save_async(path + "/first", tree, background=tc.BackgroundOptions(writer="thread"), comm=SoloComm()).result(60)
 tc.load(path + "/first")  # all modules are imported: another user may not read them
 if os.getuid() == 0:  # root has no limit
     os.chown(path, 54321, 54321)
@@ -109,7 +111,7 @@ except BlockingIOError:
     print("limited")
 tc.save(path + "/1", tree)
 for number, writer in ((2, "thread"), (3, "process")):
-    pending = tc.save_async(f"{path}/{number}", tree, writer=writer, comm=SoloComm())
+    pending = tc.save_async(f"{path}/{number}", tree, background=tc.BackgroundOptions(writer=writer), comm=SoloComm())
     print(pending.done(), pending.result().nbytes)
 """
 

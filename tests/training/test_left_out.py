@@ -46,7 +46,7 @@ def test_frozen_parameters_are_left_out_by_name_and_stay_in_a_restore(tmp_path: 
     assert set(tree["model"]) == {"adapter.weight", "adapter.bias", "seen"}
     assert tree["left_out"] == {"trunk.weight": "frozen", "trunk.bias": "frozen"}
     tc.save(tmp_path / "c", tree)
-    for options in ({"strict": "missing"}, {"partial": True}, {"strict": False}):
+    for options in ({"strict": "missing"}, {"strict": False}):
         other, fresh = job(2)
         trunk = other.trunk.weight.clone()
         report = training.restore(tmp_path / "c", other, fresh, **options)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_globs_choose_parameters_and_their_moments(tmp_path: Path) -> None:
     }
     tc.save(tmp_path / "c", tree)
     other, fresh = job(2)
-    report = training.restore(tmp_path / "c", other, fresh, partial=True)
+    report = training.restore(tmp_path / "c", other, fresh, strict="missing")
     assert set(report.left_alone) == {*TRUNK, "model/adapter.bias", "model/seen"}
     assert torch.equal(other.adapter.weight, model.adapter.weight)
     assert not torch.equal(other.adapter.bias, model.adapter.bias)
@@ -108,7 +108,7 @@ def test_training_save_leaves_out_too(tmp_path: Path) -> None:
     training.save(tmp_path / "c", model, optimizer, frozen=False)
     other, fresh = job(2)
     trunk = other.trunk.weight.clone()
-    training.load(tmp_path / "c", other, fresh, partial=True)
+    training.load(tmp_path / "c", other, fresh, strict="missing")
     assert torch.equal(other.trunk.weight, trunk) and same(other.adapter, model.adapter)
 
 

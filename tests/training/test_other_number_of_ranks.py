@@ -41,10 +41,13 @@ def save(path: Path, ranks: int, **parts: Any) -> None:
     assert errors_of(on_ranks(ranks, lambda comm: tc.save(path, states[comm.rank], comm=comm))) == [None] * ranks
 
 
-def restored(path: Path, rank: int, ranks: int, **options: Any) -> tuple[int, training.RestoreReport]:
+def restored(
+    path: Path, rank: int, ranks: int, per_rank: Any = None, **options: Any
+) -> tuple[int, training.RestoreReport]:
     """Restores as one of several ranks, seeded with 7; returns the seed of torch's generator then, and the report."""
     torch.manual_seed(7)
-    report = training.restore(path, net(), comm=thread_comms(ranks)[rank], **options)
+    fallback = tc.Fallback(per_rank=per_rank)
+    report = training.restore(path, net(), comm=thread_comms(ranks)[rank], fallback=fallback, **options)
     return torch.initial_seed(), report
 
 
@@ -59,9 +62,9 @@ def test_generators_of_fewer_ranks_go_on_as_the_same_ranks_with_a_warning(
     [record] = caplog.records  # of rank 0 alone
     assert record.levelno == logging.WARNING
     text = record.getMessage()
-    assert text.startswith(str(tmp_path / "c")) and "4 ranks" in text and "world_changed={'rng': 'take'}" in text
+    assert text.startswith(str(tmp_path / "c")) and "4 ranks" in text and "per_rank={'rng': 'take'}" in text
     caplog.clear()
-    assert restored(tmp_path / "c", 0, 2, world_changed={"rng": "take"})[0] == 40
+    assert restored(tmp_path / "c", 0, 2, per_rank={"rng": "take"})[0] == 40
     assert restored(tmp_path / "c", 0, 2, rng=False)[0] == 7
     assert not caplog.records
 
@@ -75,9 +78,9 @@ def test_generators_of_more_ranks_stay_as_the_program_seeded_them_with_a_warning
         assert seed == 7 and report.world_changed == ("rng: left as it was here, saved by 2 ranks",)
     [record] = caplog.records
     text = record.getMessage()
-    assert "rng=False" in text and "world_changed={'rng': 'take'}" in text and "seed" in text
+    assert "rng=False" in text and "per_rank={'rng': 'take'}" in text and "seed" in text
     caplog.clear()
-    assert [restored(tmp_path / "c", rank, 3, world_changed="take")[0] for rank in range(3)] == [40, 41, 40]
+    assert [restored(tmp_path / "c", rank, 3, per_rank="take")[0] for rank in range(3)] == [40, 41, 40]
     assert not caplog.records
 
 
@@ -92,7 +95,7 @@ def test_a_bank_asks_who_saved_the_generators_that_it_takes(tmp_path: Path, capl
 def test_the_generators_are_refused_where_one_says_so(tmp_path: Path, policy: Any) -> None:
     save(tmp_path / "c", 2)
     with pytest.raises(tc.MismatchError, match=r"^rng: .*world of 2"):
-        restored(tmp_path / "c", 0, 1, world_changed=policy)
+        restored(tmp_path / "c", 0, 1, per_rank=policy)
 
 
 PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -110,9 +113,9 @@ def test_what_else_is_each_ranks_own_is_refused_with_the_call_to_write(tmp_path:
         restored(tmp_path / "c", 1, 2, rng=False, **given)
     text = str(caught.value)
     assert "rank of 2" in text and "world of 4" in text and str(tmp_path / "c") in text
-    assert f"world_changed={{{part!r}: 'take'}}" in text and "rank r what rank r % 4 had saved" in text
+    assert f"per_rank={{{part!r}: 'take'}}" in text and "rank r what rank r % 4 had saved" in text
     assert "alone" not in text
-    _, report = restored(tmp_path / "c", 1, 2, rng=False, world_changed={part: "take"}, **given)
+    _, report = restored(tmp_path / "c", 1, 2, rng=False, per_rank={part: "take"}, **given)
     assert report.world_changed == (f"{part}: of rank 1 of 4",)
     assert (given["loader"].position if part == "loader" else report.extra["own"].value["n"]) == 1
 
@@ -121,7 +124,7 @@ def test_a_merge_of_loaders_stands_in_the_report(tmp_path: Path) -> None:
     save(tmp_path / "c", 4, loader=Reader)
     loader = Reader()
     merge = {"loader": lambda states, rank, world: states[rank + world]}
-    _, report = restored(tmp_path / "c", 1, 2, rng=False, loader=loader, world_changed=merge)
+    _, report = restored(tmp_path / "c", 1, 2, rng=False, loader=loader, per_rank=merge)
     assert loader.position == 3 and report.world_changed == ("loader: merged of 4 ranks",)
 
 
@@ -129,16 +132,16 @@ def test_a_merge_that_raises_is_named_with_its_part_and_its_error_is_the_cause(t
     save(tmp_path / "c", 4, loader=Reader)
     loader = Reader()
     merge = {"loader": lambda states, rank, world: states[0]["taken"]}
-    with pytest.raises(tc.MismatchError, match=r"^loader: .*rank 1 of 2 .*world_changed.*KeyError: 'taken'") as caught:
-        restored(tmp_path / "c", 1, 2, rng=False, loader=loader, world_changed=merge)
+    with pytest.raises(tc.MismatchError, match=r"^loader: .*rank 1 of 2 .*per_rank.*KeyError: 'taken'") as caught:
+        restored(tmp_path / "c", 1, 2, rng=False, loader=loader, per_rank=merge)
     assert isinstance(caught.value.__cause__, KeyError) and loader.position == -1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistyped_part_is_refused_with_the_one_that_was_meant(tmp_path: Path, ranks: int) -> None:
     save(tmp_path / "c", 2, loader=Reader)
-    with pytest.raises(tc.MismatchError, match=r"world_changed.*'loder'.*near to it.*loader") as caught:
-        restored(tmp_path / "c", 0, ranks, loader=Reader(), world_changed={"loder": "take", "rng": "take"})
+    with pytest.raises(tc.MismatchError, match=r"per_rank.*'loder'.*near to it.*loader") as caught:
+        restored(tmp_path / "c", 0, ranks, loader=Reader(), per_rank={"loder": "take", "rng": "take"})
     assert "rng, loader, buffers, extra" in str(caught.value)
 
 

@@ -313,7 +313,9 @@ def test_the_shape_of_hfai_gives_the_state_dict(tmp_path: Path, kind: str) -> No
 def test_a_guard_holds_the_step_of_what_is_wrapped(tmp_path: Path) -> None:
     model = net()
     optimizer = Lookahead(AdamW(model.parameters()))
-    pending = tc.save_async(tmp_path / "c", training.state(model, optimizer), staging="lazy")
+    pending = tc.save_async(
+        tmp_path / "c", training.state(model, optimizer), background=tc.BackgroundOptions(staging="lazy")
+    )
     training.guard(optimizer, pending)
     before = model.first.weight.detach().clone()
     stepped(model, optimizer, 1)

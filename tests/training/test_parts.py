@@ -83,7 +83,7 @@ def test_parts_of_a_model_train_on_with_their_moments_in_any_world(tmp_path: Pat
 
     def act(comm: Any) -> Job:
         part = Job(PARTS[parts](comm.rank, comm.size), lr=0.125)
-        report = part.restore(tmp_path / f"{worlds[worlds.index(comm.size) - 1]}", comm, partial=True)
+        report = part.restore(tmp_path / f"{worlds[worlds.index(comm.size) - 1]}", comm, strict="missing")
         assert report.missing == () and len(part.optimizer.state) == len(list(part.model.parameters()))
         part.save(tmp_path / f"{comm.size}", comm)
         return part
@@ -136,7 +136,7 @@ def test_stages_that_share_an_embedding_save_its_moments_once(tmp_path: Path) ->
     assert "optimizer/embedding.weight/exp_avg" in tc.inspect(tmp_path / "c").by_path
 
 
-@pytest.mark.parametrize("options", [{"strict": "missing"}, {"partial": True}], ids=str)
+@pytest.mark.parametrize("options", [{"strict": "missing"}], ids=str)
 def test_a_stage_that_asks_for_more_than_was_saved_is_refused_and_unchanged(tmp_path: Path, options: Any) -> None:
     Job(Mixture([0, 1])).save(tmp_path / "c")
     larger = Job(Mixture([1, 2], seed=3))
@@ -145,7 +145,7 @@ def test_a_stage_that_asks_for_more_than_was_saved_is_refused_and_unchanged(tmp_
         larger.restore(tmp_path / "c", **options)
     assert "not here" not in str(caught.value) and "experts.0" not in str(caught.value)
     assert same_tensors(larger.model.state_dict(), before) and not larger.optimizer.state
-    with pytest.raises(tc.MismatchError, match="Pass strict='missing', or partial=True, if one is a part of the other"):
+    with pytest.raises(tc.MismatchError, match="Pass strict='missing' if one is a part of the other"):
         Job(Mixture([1])).restore(tmp_path / "c")
 
 

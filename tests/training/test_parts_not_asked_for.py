@@ -299,7 +299,7 @@ def test_extra_that_is_turned_down_or_not_selected_is_not_read(tmp_path: Path, o
     job, fresh = damaged_extra(tmp_path / "c"), Job()
     with pytest.raises(tc.CorruptError) as caught:
         training.restore(tmp_path / "c", fresh.model, fresh.optimizer)
-    assert "step before, as Manager.resume" in caught.value.hint and "treeckpt.load(path, on_co" in caught.value.hint
+    assert "step before, as Manager.resume" in caught.value.hint and "Fallback(on_corrupt=" in caught.value.hint
     with pytest.raises(tc.CorruptError):
         training.restore(tmp_path / "c", fresh.model, fresh.optimizer, select=["model", "extra"])
     report = training.restore(tmp_path / "c", fresh.model, fresh.optimizer, **options)

@@ -238,7 +238,7 @@ def test_a_model_that_is_a_part_of_the_saved_one_is_told(tmp_path: Path) -> None
     part = nn.ModuleDict({"b": nn.Linear(2, 1)})
     for given in (None, torch.optim.AdamW(part.parameters())):
         text = hint(tmp_path / "c", part, given)
-        assert text.startswith("Pass strict='missing', or partial=True, if one is a part of the other")
+        assert text.startswith("Pass strict='missing' if one is a part of the other")
         training.restore(tmp_path / "c", part, given, rng=False, strict="missing")
 
 
@@ -250,7 +250,7 @@ def test_what_was_left_out_of_model_and_optimizer_is_told(tmp_path: Path) -> Non
     tc.save(tmp_path / "c", training.state(model, optimizer, frozen=False))
     model["a"].requires_grad_(True)
     text = hint(tmp_path / "c", model, torch.optim.AdamW(model.parameters()))
-    assert text.startswith("Pass strict='missing', or partial=True")
+    assert text.startswith("Pass strict='missing'")
 
 
 def test_a_state_of_which_a_part_is_lost_is_told(tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ def test_rules_on_a_tree_in_memory_are_refused() -> None:
         ({"select": "model/wieght"}, "model/wieght: expected each glob of select .* near to it .*model/weight"),
         ({"exclude": ["model/wieght"]}, "model/wieght: expected each glob of exclude"),
         ({"keep": ("lrr",)}, "keep: expected some of .*lr, .*found 'lrr'"),
-        ({"read": "Once"}, "read: expected 'each' or 'once', found 'Once'"),
-        ({"verify": "strem"}, "verify: expected True or False or 'first' or 'stream'"),
+        ({"strict": "miss"}, "strict: expected True or False or 'missing', found 'miss'"),
+        ({"read": tc.ReadOptions(mmap=True)}, "mmap: expected False, in restore, found True"),
     ],
 )
 def test_words_that_mean_nothing_are_refused_before_anything_changes(

@@ -34,7 +34,7 @@ its stored values begin with. The kinds of arrays without an adapter of their na
 """
 _ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
-    f"{__package__}.sharded.Sharded": "sharded",
+    "treeckpt.Sharded": "sharded",
 }
 """Classes of arrays, and the module that is their adapter."""
 

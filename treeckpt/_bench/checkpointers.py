@@ -69,7 +69,7 @@ class SyncTreeckpt(SyncCheckpointer):
         treeckpt.load_into(directory / "step", state)
 
     def compare_and_fill(self, directory: Path, state: State) -> None:
-        treeckpt.load_into(directory / "step", state, verify="first")
+        treeckpt.load_into(directory / "step", state, read=treeckpt.ReadOptions(verify="first"))
 
 
 class SyncDcp(SyncCheckpointer):

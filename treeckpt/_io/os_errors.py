@@ -29,7 +29,7 @@ _HINTS = {
     errno.EROFS: "The file system is mounted read-only; after an error of the disk it may have become so",
     errno.ENAMETOOLONG: "Choose a shorter path",
     errno.EIO: "The disk or the file server failed, perhaps for a moment: try again. If it stays, the kernel's log "
-    "says more; treeckpt.load(path, on_corrupt='skip') returns what can be read",
+    "says more; treeckpt.load(path, fallback=treeckpt.Fallback(on_corrupt='skip')) returns what can be read",
 }
 _DAMAGE = {
     getattr(errno, name)

@@ -18,11 +18,11 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,6 +49,14 @@ ELSEWHERE = {
     "max_to_keep": "keep= takes a number, or policies",
 }
 """What options of torch.load, torch.distributed.checkpoint and Orbax are here."""
+GROUPS = {
+    "read": ("ReadOptions", {"verify", "memory", "once", "mmap", "copy", "follow_links"}),
+    "fallback": ("Fallback", {"on_corrupt", "per_rank"}),
+    "background": ("BackgroundOptions", {"staging", "writer", "busy", "timeout"}),
+}
+"""The options that stand in a group, by the argument that takes it."""
+_RENAMED = {"world_changed": "per_rank"}
+"""Fields of groups by other names for them."""
 _calls: dict[CodeType, str] = {}
 """The code of the functions inside of which no save is made, with their names."""
 
@@ -80,11 +88,50 @@ def checks_options(call: Callable[P, T]) -> Callable[P, T]:
     return checked
 
 
+def check_group(
+    given: T | None, kind: type[T], name: str, example: str, call: str, refused: Mapping[str, str] = {}
+) -> T:
+    """Returns a group of options as it was given; with its defaults for None.
+
+    Args:
+        name: of the argument of `call` that takes the group.
+        example: a field and its value, for the error.
+        refused: the fields that the call cannot honour, each with what to do.
+
+    Raises:
+        TypeError: something else is given; the error names the form.
+        MismatchError: a field is refused, and is given.
+    """
+    default = kind()
+    if given is None:
+        return default
+    if not isinstance(given, kind):
+        group = f"tc.{kind.__name__}"
+        raise TypeError(f"{call} takes {name}={group}({example}), found {name}={given!r:.60}")
+    for field, hint in refused.items():
+        value: Any = getattr(given, field)
+        if value != getattr(default, field):
+            expected = f"{getattr(default, field)!r}, in {call}"
+            raise MismatchError(field, expected=expected, found=f"{value!r:.60}", hint=hint)
+    return given
+
+
 def _meant_by(name: str, known: Iterable[str]) -> str:
     """Returns what an unknown option likely means, as the end of an error; empty if nothing is like it."""
+    known = set(known)
+    if name == "partial" and "strict" in known:
+        return '; strict="missing" restores a part'
+    fields = {field: (argument, group) for argument, (group, fields) in GROUPS.items() for field in fields
+        if argument in known}  # fmt: skip
+    near = [_RENAMED.get(name, name)]
+    if near[0] not in fields and name not in ELSEWHERE:
+        near = difflib.get_close_matches(name, [*known, *fields], n=1)
+    if near and near[0] in fields:
+        argument, group = fields[near[0]]
+        return f"; write {argument}=tc.{group}({near[0]}=...)"
     if name in ELSEWHERE:
         return f"; {ELSEWHERE[name]}"
-    return "".join(f"; near to it is {one!r}" for one in difflib.get_close_matches(name, known, n=1))
+    return "".join(f"; near to it is {one!r}" for one in near)
 
 
 class _Refusals(threading.local):

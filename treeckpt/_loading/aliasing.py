@@ -21,7 +21,7 @@ from .._core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeckptError
 from ..rules._view import ComposedLeaf
 from .match import Load
-from .read_batch import ReadBatch, ReadOptions
+from .read_batch import BatchOptions, ReadBatch
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def read_pieces(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[T
         batch = batches.setdefault(job, job.new_batch())
         batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
     for job, batch in batches.items():
-        batch.run(ReadOptions(job.memory, job.options.verify))
+        batch.run(BatchOptions(job.memory, job.options.read.verify))
         job.batch.read_nbytes += batch.read_nbytes
 
 

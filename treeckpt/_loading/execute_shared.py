@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import xxhash
@@ -78,7 +78,7 @@ class SharedRead:
             text = repr((read.file.rank, read.file.part, read.start, read.stop, what))
             mine[xxhash.xxh3_64_intdigest(f"{save_id} {text} {seen[text]}".encode())] = read
             seen[text] += 1
-        with log_if_slow(self.rank, "load with read='once'"):
+        with log_if_slow(self.rank, "load that reads once"):
             received = self.settle(None, (_host(), list(mine)), step="agreeing")
         here = {rank: digests for rank, (host, digests) in sorted(received.items()) if host == _host()}
         holders: dict[int, list[int]] = {}
@@ -229,8 +229,8 @@ def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager
     return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
-def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["each", "once"]) -> SharedRead | None:
-    """Returns the shared reads of a world, None for "each" and if this process is alone.
+def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], once: bool | None) -> SharedRead | None:
+    """Returns the shared reads of a world, None if each rank reads for itself, and if this process is alone.
 
     The first call creates a group, on all ranks.
 
@@ -240,31 +240,31 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], read: Literal["eac
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
     """
-    if read == "each" or comm.size == 1:
+    if not once or comm.size == 1:
         return None
     relay = comm.state.get(SharedRead)
     if relay is None:
-        with log_if_slow(comm.rank, "load with read='once'"):
+        with log_if_slow(comm.rank, "load that reads once"):
             relay = SharedRead(_new_group(comm), comm.rank, comm.size)
         comm.state.put(relay)
     relay.checkpoints = checkpoints
     return relay
 
 
-def usual_read(comm: Comm, store: Store) -> Literal["each", "once"]:
-    """Returns how a load reads in which all ranks of a comm take part: "once" from an object store, where it works."""
+def reads_once(comm: Comm, store: Store) -> bool:
+    """Whether a load in which all ranks of a comm take part reads once by default: from an object store, if it can."""
     able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
-    return "once" if able and store.traits.far else "each"
+    return able and store.traits.far
 
 
 def _new_group(comm: Comm) -> Any:
     found = world_size()
     if found != comm.size:
         raise CheckpointError(
-            "read",
-            expected=f"torch.distributed with the {comm.size} ranks of this load, for read='once'",
+            "once",
+            expected=f"torch.distributed with the {comm.size} ranks of this load",
             found=f"a default group of {max(found, 1)}",
-            hint="Initialise torch.distributed with these ranks, or load with read='each'",
+            hint="Initialise torch.distributed with these ranks, or leave out once=True of ReadOptions",
         )
     import torch.distributed as dist
 
@@ -451,7 +451,7 @@ def failed_elsewhere(faults: dict[int, str]) -> RankError:
         "ranks",
         ranks=faults,
         expected="every rank to load",
-        hint="Mend what ended the load there; read='once' needs all ranks of a host",
+        hint="Mend what ended the load there; ReadOptions(once=True) needs all ranks of a host",
     )
 
 

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from .._core.tree.leaf_differences import Strict
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
+from .options import Fallback, ReadOptions
 from .overlay import Selection
-from .read_batch import Verify
 
 
-class LoadIntoKeywords(TypedDict, total=False):
-    """The options of `treeckpt.load_into` that `Manager.restore` passes on."""
+class LoadKeywords(TypedDict, total=False):
+    """The options of `treeckpt.load` that `Manager.restore` passes on."""
 
     select: Selection
     exclude: Selection
     rename: Renaming
     transforms: Transforms
     strict: Strict
+    ids: Any
     cast: bool
-    verify: Verify
-    on_corrupt: Literal["error", "skip"]
-    per_rank: Literal["error", "take"]
-    read: Literal["each", "once"]
-    memory: int | None
+    device: str | None
+    read: ReadOptions | None
+    fallback: Fallback | None
     allow_pickle: bool
     namespace: str
-
-
-class LoadKeywords(LoadIntoKeywords, total=False):
-    """The options of `treeckpt.load` that `Manager.restore` passes on."""
-
-    ids: Any
-    device: str | None
-    copy: bool
-    mmap: bool
     on_report: Callable[[LoadReport], None] | None
 
 
@@ -44,5 +34,8 @@ class LoadAsyncKeywords(LoadKeywords, total=False):
     """The options of `treeckpt.load` that `treeckpt.load_async` takes."""
 
     together: bool
-    follow_links: bool
     comm: Any
+
+
+ONLY_OF_LOAD = frozenset(("ids", "device", "on_report"))
+"""The options of `treeckpt.load` that `treeckpt.load_into` lacks."""

@@ -34,7 +34,7 @@ from .execute_shared import open_relay, together
 from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .plan import LeafPlaceholder
-from .read_batch import ReadOptions, add_changed
+from .read_batch import BatchOptions, add_changed
 
 # without like ----------------------------------------------------------------------------------------------------
 
@@ -314,13 +314,14 @@ def _slot(
 
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay = open_relay(comm, [checkpoint], options.read)
+    relay = open_relay(comm, [checkpoint], options.read.once)
     with together(relay):
         job = Load(checkpoint, comm, options)
         if options.ids is not None:
             check_tables(job, options.ids)
         found = _match_saved(job) if like is None else _match(job, like, in_place=False)
-    job.batch.run(ReadOptions(job.memory, options.verify, mapped=options.mmap, ahead=relay is None, relay=relay))
+    read = options.read
+    job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
     tree = found.build()
     if isinstance(found, _MatchedTree):
         _update_metadata(tree, job, found)
@@ -338,7 +339,7 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read)
+    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read.once)
     with together(relay):
         new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
@@ -346,8 +347,8 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
         check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
-    reading = ReadOptions(
-        jobs[0].memory, options.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
+    reading = BatchOptions(
+        jobs[0].memory, options.read.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
     )
     batches = [job.batch for job in jobs]
     for batch in batches:

@@ -7,7 +7,7 @@ any memory is touched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,8 +36,9 @@ from ..rules._rules import Rule
 from ..rules._view import ComposedLeaf, view_of
 from .check_sizes import Claims
 from .chosen_ids import chosen_ids
+from .options import Fallback, ReadOptions
 from .plan import LeafPlaceholder
-from .read_batch import ReadBatch, ReadOptions, Verify
+from .read_batch import BatchOptions, ReadBatch
 
 MEMORY = 64 << 20
 """Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
@@ -50,14 +51,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
     strict: Strict = True
     cast: bool = False
     device: str | None = None
-    verify: Verify = True
-    per_rank: Literal["error", "take"] = "error"
-    copy: bool = False
-    mmap: bool = False
+    read: ReadOptions = ReadOptions()
+    fallback: Fallback = Fallback()
     allow_pickle: bool = False
     namespace: str = ""
-    read: Literal["each", "once"] = "each"
-    memory: int | None = None
     exclude: tuple[str, ...] | None = None
     rules: tuple[Rule, ...] = ()
     only: frozenset[str] | None = None
@@ -79,14 +76,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.ids is not None:
             msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
-        for name, given, known in (
-            ("read", self.read, ("each", "once")),
-            ("per_rank", self.per_rank, ("error", "take")),
-            ("verify", self.verify, (True, False, "first", "stream")),
-            ("strict", self.strict, (True, False, "missing")),
-        ):
-            if given not in known:
-                raise MismatchError(name, expected=" or ".join(map(repr, known)), found=f"{given!r:.60}")
+        if self.strict not in (True, False, "missing"):
+            raise MismatchError("strict", expected="True or False or 'missing'", found=f"{self.strict!r:.60}")
 
     @property
     def is_part(self) -> bool:
@@ -133,18 +124,18 @@ class Load:
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
         default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
-        self.memory = default if options.memory is None else options.memory
+        self.memory = default if options.read.memory is None else options.read.memory
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world
-        self.refuse_own = options.per_rank == "error" and comm.size != self.index.world
+        self.refuse_own = options.fallback.per_rank != "take" and comm.size != self.index.world
         self._comm = comm
         self.view = view_of(
             self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=bool(options.strict)
         )
-        self.take = None if options.copy else SlabAllocator().take
+        self.take = None if options.read.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
-        readers = ranks_of_host(comm) if options.read == "each" else (self.here,)
+        readers = ranks_of_host(comm) if not options.read.once else (self.here,)
         self.batch = ReadBatch(
             checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
         )
@@ -192,7 +183,7 @@ class Load:
             return found[0]
         if self.refuse_own and self.selected(path):
             others = "; or leave this leaf out with `...` in like"
-            take = "per_rank='take' (to Manager.resume: world_changed='take')"
+            take = "fallback=Fallback(per_rank='take')"
             raise other_world_error(path, self._comm, self.index.world, take=take, others=others)
         for leaf in found:
             if self.source_rank in decode_runs(leaf.ranks or ()):
@@ -260,11 +251,11 @@ class Load:
         spec = None if in_place else abstract_of(wanted, path, self.here)
         device = self.options.device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
-        if spec is not None and on_host and not self.options.copy and spec.regions is None:
+        if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
-                if self.options.mmap and not is_c_order(spec.shape, spec.order):
+                if self.options.read.mmap and not is_c_order(spec.shape, spec.order):
                     spec = msgspec.structs.replace(spec, order=None)  # what is mapped lies as in the file
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
@@ -299,7 +290,7 @@ class Load:
 
     def run_now(self, batch: ReadBatch) -> None:
         """Reads another batch at once, and counts its bytes among those of the load."""
-        batch.run(ReadOptions(self.memory, self.options.verify, ahead=True))
+        batch.run(BatchOptions(self.memory, self.options.read.verify, ahead=True))
         self.batch.nbytes += batch.nbytes
         self.batch.read_nbytes += batch.read_nbytes
 
@@ -361,7 +352,7 @@ class Load:
             dropped=self.view.transformed.dropped,
             renamed=tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
             unverified_nbytes=self.batch.nbytes
-            if self.options.verify is False or self.options.mmap
+            if self.options.read.verify is False or self.options.read.mmap
             else self.checkpoint.unverified(self.batch.nbytes),
             in_parts=tuple(self.in_parts),
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),

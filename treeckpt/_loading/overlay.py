@@ -399,28 +399,30 @@ class CheckpointOverlay(msgspec.Struct, frozen=True):
             return [self.source]
         return [one.path for one in self.source.sources if isinstance(one.path, Checkpoint)]
 
-    def salvaging(self, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadOptions:
+    def salvaging(self, comm: Comm, options: LoadOptions) -> LoadOptions:
         """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
 
         A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would
         continue with the saved half of an array and others with their own.
 
         Raises:
-            MismatchError: another value of `on_corrupt`, or several checkpoints.
+            MismatchError: of several checkpoints.
         """
-        if on_corrupt == "error":
+        if options.fallback.on_corrupt == "error":
             return options
         checkpoints = self.checkpoints
-        if on_corrupt != "skip" or len(checkpoints) != 1:
+        if len(checkpoints) != 1:
             raise MismatchError(
                 "on_corrupt",
                 expected="'error', or 'skip' for one checkpoint",
-                found=f"{on_corrupt!r:.40} for {len(checkpoints)}",
+                found=f"'skip' for {len(checkpoints)}",
                 hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
             )
         # all is compared now: not again before the first byte is written
-        verify = True if options.verify == "first" else options.verify
-        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), verify=verify)
+        read = options.read
+        if read.verify == "first":
+            read = msgspec.structs.replace(read, verify=True)
+        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), read=read)
 
     def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
         """Loads a new tree; see `treeckpt.load`."""

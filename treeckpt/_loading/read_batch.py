@@ -11,7 +11,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -37,6 +36,7 @@ from ..rules._view import ComposedLeaf
 from .execute_local import READERS, ReadRun, execute_local
 from .execute_remote import execute_remote
 from .execute_shared import SharedRead, together
+from .options import Verify
 from .plan import (
     ContiguousMemory,
     LeafPlaceholder,
@@ -50,15 +50,14 @@ from .plan import (
     wrap_new_arrays,
 )
 
-Verify = bool | Literal["first", "stream"]
 PATHS_SHOWN = 5
 """Paths that an error names."""
 REGION_MEMORY = 16 << 20
 """Bytes of buffers for one region."""
 
 
-class ReadOptions(msgspec.Struct, frozen=True):
-    """How a load reads."""
+class BatchOptions(msgspec.Struct, frozen=True):
+    """How a batch is read."""
 
     memory: int
     """Bytes of buffers, at most."""
@@ -266,12 +265,12 @@ class ReadBatch:
             part = window[(*piece.region.slices(), ...)]  # an array, not a number, also without dimensions
             self.after.append(partial(piece.data.write, box, part))
 
-    def run(self, options: ReadOptions) -> None:
+    def run(self, options: BatchOptions) -> None:
         """Reads everything."""
         self.prepare(options)
         self.put(options)
 
-    def prepare(self, options: ReadOptions) -> None:
+    def prepare(self, options: BatchOptions) -> None:
         """Opens the shards that are needed, and plans what is to be read. No target is written.
 
         Raises:
@@ -293,7 +292,7 @@ class ReadBatch:
             steps = self._open_shards(verify, ahead=options.ahead and not first and not options.mapped)
             self._map_arrays(mapped)
             if self._first is not None:
-                self._first.run(ReadOptions(REGION_MEMORY, bool(options.verify), ahead=True))
+                self._first.run(BatchOptions(REGION_MEMORY, bool(options.verify), ahead=True))
                 self.nbytes += self._first.nbytes
                 self.read_nbytes += self._first.read_nbytes
                 self._first = None
@@ -343,7 +342,7 @@ class ReadBatch:
                 reads.append(read)
         return reads
 
-    def put(self, options: ReadOptions) -> None:
+    def put(self, options: BatchOptions) -> None:
         """Reads what was planned and puts it in place; each block is compared with its checksum on the way."""
         if options.in_place:
             mark_written([one.target.leaf for one in self.filled])
@@ -389,7 +388,7 @@ class ReadBatch:
                 changed.append(filled.path)
         return changed
 
-    def _verify_first(self, options: ReadOptions) -> None:
+    def _verify_first(self, options: BatchOptions) -> None:
         """Compares the checksums of all that is to be read; where there is room, it stays in the page cache."""
         total = sum(read.nbytes for _, reads in self._work for read in reads)
         stays = total < available_memory() // 2
@@ -418,7 +417,7 @@ def read_arrays(checkpoint: Checkpoint, leaves: Sequence[Leaf]) -> list[np.ndarr
 def _read_regions(checkpoint: Checkpoint, parts: Sequence[tuple[Leaf, Region]], rank: int) -> list[np.ndarray]:
     batch = ReadBatch(checkpoint, rank, Recorder(0))
     found = [batch.add_region(leaf, region) for leaf, region in parts]
-    batch.run(ReadOptions(memory=REGION_MEMORY, ahead=True))
+    batch.run(BatchOptions(memory=REGION_MEMORY, ahead=True))
     return found
 
 

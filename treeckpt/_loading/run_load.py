@@ -16,12 +16,12 @@ from .match import LoadOptions
 from .overlay import Bank, CheckpointOverlay
 
 
-def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> tuple[Any, LoadReport]:
+def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
 
     def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
         overlay = CheckpointOverlay(version)
-        own = overlay.salvaging(comm, options, on_corrupt)
+        own = overlay.salvaging(comm, options)
 
         def run(layouts: bool) -> tuple[Any, LoadReport]:
             wanted = like
@@ -36,30 +36,28 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions, on_corrupt:
             return overlay.load(wanted, comm, own)
 
         with gc_paused():
-            return in_parts_if_needed(run, always=options.read == "once")
+            return in_parts_if_needed(run, always=bool(options.read.once))
 
-    return on_versions(path, load_version, together=options.read == "once", is_suspect=lambda found: found[1].damaged)
+    return on_versions(path, load_version, together=bool(options.read.once), is_suspect=lambda found: found[1].damaged)
 
 
 _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
 """What a report counts of each read."""
 
 
-def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str) -> LoadReport:
+def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
         path,
-        lambda version: fill_tree(CheckpointOverlay(version), tree, comm, options, on_corrupt),
-        together=options.read == "once",
+        lambda version: fill_tree(CheckpointOverlay(version), tree, comm, options),
+        together=bool(options.read.once),
         is_suspect=lambda report: report.damaged,
     )
 
 
-def fill_tree(
-    overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions, on_corrupt: str = "error"
-) -> LoadReport:
+def fill_tree(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place from an open checkpoint, or several; objects and tensors in parts as `load_into` does."""
-    options = overlay.salvaging(comm, options, on_corrupt)
+    options = overlay.salvaging(comm, options)
 
     def fill(layouts: bool) -> Any:
         mappings = not options.allow_pickle
@@ -69,9 +67,8 @@ def fill_tree(
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
-            own = msgspec.structs.replace(
-                options, below=path, strict=False, copy=False, read="each", specs_only=not arrays
-            )
+            read = msgspec.structs.replace(options.read, copy=False, once=False)
+            own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
             saved, report = overlay.load(None, comm, own)
             before.append(report)
             return saved
@@ -81,4 +78,4 @@ def fill_tree(
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
     with gc_paused():
-        return in_parts_if_needed(fill, always=options.read == "once")
+        return in_parts_if_needed(fill, always=bool(options.read.once))

@@ -41,20 +41,20 @@ from .._io.storage.reader_leases import hold_lease
 from .._io.storage.run_store import RunStore
 from .._io.storage.store import Store
 from .._loading.keywords import LoadKeywords
+from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
 from .._saving.background import save_async_tree
 from .._saving.future import Pending
-from .._saving.options import check_metadata
+from .._saving.options import BackgroundOptions, check_metadata
 from .._saving.save import save_tree
 from .._saving.sidecar_files import SidecarContent
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from ..trees._per_rank_state import Policy, policy_of
 from .catalog import METRICS, runs_below, step_info
 from .notebook import run_html
 from .options import (
-    BackgroundSaveKeywords,
     Keep,
     RestoreKeywords,
+    SaveKeywords,
     as_policies,
     as_save_options,
     best_policy,
@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # they import torch
     from ..training._report import RestoreReport
 
 _log = logging.getLogger("treeckpt")
+_LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
@@ -96,13 +97,13 @@ class Manager:
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
         every: steps between saves.
         seconds: seconds between saves, by rank 0's clock; a step is due by either interval.
-        background: saves with `save_async`: `save` returns as soon as the tree may change.
+        background: saves with `save_async`: `save` returns as soon as the tree may change; `BackgroundOptions` say how.
         grace: seconds for which files of a save that never finished are kept.
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
         follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
-        options: those of `treeckpt.save`, and of `treeckpt.save_async` with `background`. A step that is saved again
-            replaces the earlier one, which stays valid until then; `overwrite=False` refuses it. Without either, a
-            warning names the first step that is saved at or below one that this manager neither saved nor restored.
+        options: those of `treeckpt.save`. A step that is saved again replaces the earlier one, which stays valid until
+            then; `overwrite=False` refuses it. Without either, a warning names the first step that is saved at or below
+            one that this manager neither saved nor restored.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class Manager:
         keep: Keep = 3,
         every: int | None = None,
         seconds: float | None = None,
-        background: bool = True,
+        background: bool | BackgroundOptions = True,
         grace: float = GRACE,
         comm: _api.AnyComm = None,
         follow_links: bool = False,
-        **options: Unpack[BackgroundSaveKeywords],
+        **options: Unpack[SaveKeywords],
     ) -> None:
         others = Manager.__init__.__kwdefaults__ or ()
-        self._background, self.options = background, as_save_options(options, background=background, others=others)
+        self._background, self.options = bool(background), as_save_options(options, background, others)
         self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
@@ -294,7 +295,7 @@ class Manager:
         metadata = {**custom, **(named if self._comm.rank == 0 else {})}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
-        elif self.options.busy == "wait":
+        elif self.options.background.busy == "wait":
             self._pending.settle()
         self._loop.note_saved(tree)
         with self._pending.starting(step):
@@ -315,14 +316,16 @@ class Manager:
     def _save(
         self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
-        options = msgspec.structs.replace(self.options, step=step)
         # before the save, so that no clean-up removes the step in between
         pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
         unpin = partial(self._undo_pin, step, pinned)
         store, save = self.directory.folder(step), save_async_tree if self._background else save_tree
         try:
             lineage = self._history.next_save(step, pin=pin)
-            result = save(store, tree, self._saving_comm, options, metadata, lineage, files)
+            options = msgspec.structs.replace(
+                self.options, step=step, custom_metadata=metadata, files=files, lineage=lineage
+            )
+            result = save(store, tree, self._saving_comm, options)
         except BaseException:
             unpin()
             self._start_clean()  # the disk may be full of checkpoints that no policy keeps
@@ -370,8 +373,8 @@ class Manager:
                 ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
-            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; `read` is "once" by default from
-                an object store, where the ranks are all those of torch.distributed, `namespace` that of the manager.
+            options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; by default it reads once from an
+                object store, where the ranks are all those of torch.distributed; `namespace` is that of the manager.
 
         Returns:
             The tree, or the `LoadReport` with `into`.
@@ -384,6 +387,8 @@ class Manager:
         if like is not None and into is not None:
             raise TreeckptError(self.directory.url, expected="one target", found="like and into")
         options.setdefault("namespace", self.options.namespace)
+        options["read"] = read_of(options.get("read"), "restore", {**_LINKS, **(IN_PLACE if into is not None else {})})
+        options["fallback"] = fallback_of_load(options.get("fallback"), "restore")
         call = partial(self._registered.restore, like=like, into=into)
         fills, whole = into is not None or bool(self._registered), like is None and into is None
         found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
@@ -424,6 +429,8 @@ class Manager:
         """
         check_options(options, RestoreKeywords.__optional_keys__, "resume")
         options.setdefault("namespace", self.options.namespace)
+        options["read"] = read_of(options.get("read"), "resume", {**_LINKS, **IN_PLACE})
+        options["fallback"] = fallback_of(options.get("fallback"), "resume", NO_SALVAGE)
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
         found = self._restorer.restore(call, None, options, fills=True)
         if found is None:

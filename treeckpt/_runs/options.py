@@ -15,13 +15,12 @@ from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.in_place import update_in_place
 from .._core.tree.leaf_differences import Strict
 from .._io.public_calls import check_options
+from .._loading.options import Fallback, ReadOptions
 from .._loading.overlay import Selection
-from .._loading.read_batch import Verify
-from .._saving.options import BusyPolicy, SaveOptions, StagingMode, WriterKind, shard_limit
+from .._saving.options import BackgroundOptions, SaveOptions, background_of, shard_limit
 from ..errors import TreeckptError, TreeError
 from ..policy import All, Best, KeepError, Last, Policy, check_policies, parse_keep
 from ..rules import Renaming, Transforms
-from ..trees._per_rank_state import Policy as RankStatePolicy
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 
@@ -36,15 +35,6 @@ class SaveKeywords(TypedDict, total=False):
     namespace: str
 
 
-class BackgroundSaveKeywords(SaveKeywords, total=False):
-    """The options of `treeckpt.save_async` that a manager passes on."""
-
-    staging: StagingMode
-    writer: WriterKind
-    busy: BusyPolicy
-    timeout: float | None
-
-
 class RestoreKeywords(TypedDict, total=False):
     """The options of `treeckpt.training.restore` that `Manager.resume` passes on."""
 
@@ -57,12 +47,10 @@ class RestoreKeywords(TypedDict, total=False):
     rename: Renaming
     transforms: Transforms
     strict: Strict
-    partial: bool
     cast: bool
     keep: Sequence[str]
-    verify: Verify
-    read: Literal["each", "once"]
-    world_changed: RankStatePolicy | Mapping[str, RankStatePolicy] | None
+    read: ReadOptions | None
+    fallback: Fallback | None
     device: Any
     allow_pickle: bool
     namespace: str
@@ -110,20 +98,22 @@ def is_factory(tree: object, namespace: str) -> bool:
     return callable(tree) and not is_stateful(tree) and flatten_one_level(tree, "", namespace, 0) is None
 
 
-def as_save_options(options: BackgroundSaveKeywords, *, background: bool, others: Iterable[str] = ()) -> SaveOptions:
+def as_save_options(
+    options: SaveKeywords, background: bool | BackgroundOptions, others: Iterable[str] = ()
+) -> SaveOptions:
     """Returns the options of a manager's saves, which replace a checkpoint of the same step by default.
 
     Args:
         others: the other arguments of a manager, which the error for an unknown one may name.
 
     Raises:
-        TypeError: `save`, or with `background` `save_async`, has no such option.
+        TypeError: `save` has no such option, or `background` is something else.
         TreeckptError: `max_shard_bytes` is no size.
     """
-    known = BackgroundSaveKeywords if background else SaveKeywords
-    check_options(options, [*others, *known.__optional_keys__], f"Manager, nor of save{'_async' * background}")
+    check_options(options, [*others, *SaveKeywords.__optional_keys__], "Manager, nor of save")
+    group = background_of(None if isinstance(background, bool) else background, "Manager")
     limit = shard_limit(options.get("max_shard_bytes"))
-    return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit})
+    return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit, "background": group})
 
 
 def parse_metrics(metrics: object) -> dict[str, float]:

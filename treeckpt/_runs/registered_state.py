@@ -25,12 +25,13 @@ from .._core.tree.in_place import update_in_place
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
-from .._loading.keywords import LoadIntoKeywords
+from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
+from .._loading.options import Fallback, Policy, read_alone
 from .._loading.overlay import globs_of
 from ..errors import MismatchError, TreeError
 from ..rules import as_rules
-from ..trees._per_rank_state import Policy, load_own
+from ..trees._per_rank_state import load_own
 
 OBJECTS, READERS = "registered", "io"
 """The keys at the root of the tree under which shared objects and readers are saved."""
@@ -136,9 +137,10 @@ class RegisteredState:
         if not self:
             return load({}, {})
         strict = options.get("strict", True)
-        own = {key: options[key] for key in ("cast", "verify", "read", "allow_pickle", "namespace") if key in options}
+        own = {key: options[key] for key in ("cast", "read", "allow_pickle", "namespace") if key in options}
         own["strict"] = "missing" if strict is True else strict  # what is not registered is the training state
-        own["per_rank"] = "take" if options.get("world_changed") == "take" else "error"
+        fallback: Fallback = options["fallback"]
+        own["fallback"] = Fallback(per_rank="take" if fallback.per_rank == "take" else "error")
         return self._restore(checkpoint, load, comm, own)
 
     def _ignored(self, parts: Iterable[str], index: Index) -> tuple[str, ...]:
@@ -189,7 +191,8 @@ class RegisteredState:
     ) -> None:
         """Fills the registered objects alone."""
         if target:
-            filling = {key: options[key] for key in options.keys() & LoadIntoKeywords.__optional_keys__}
+            filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
+            filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
             rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
             _fill(checkpoint, {}, {**rest, **target}, comm, filling)
 
@@ -216,9 +219,16 @@ class RegisteredState:
                 for name in wanted
             }
 
-        reading = {key: options[key] for key in ("verify", "allow_pickle", "namespace") if key in options}
+        reading = {key: options[key] for key in ("allow_pickle", "namespace") if key in options}
         found = load_own(
-            checkpoint, READERS, merge if merges else "take", comm, saved_world=world, argument="changed", **reading
+            checkpoint,
+            READERS,
+            merge if merges else "take",
+            comm,
+            saved_world=world,
+            argument="changed",
+            read=read_alone(options["read"]),
+            **reading,
         )
         return found if merges else {name: found[name].value for name in wanted}
 
@@ -287,7 +297,7 @@ def _wrap_optimizers(
         for name, thing in things.items()
         if any(is_optimizer(leaf) for _, leaf in flatten(thing, namespace=namespace)[1])
     ]
-    if not optimizers or options.get("on_corrupt") == "skip":
+    if not optimizers or options["fallback"].on_corrupt == "skip":
         return things
     from ..training._resume import with_resumed_optimizers
     from ..training._sources import CheckpointSource

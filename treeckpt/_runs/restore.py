@@ -26,7 +26,8 @@ from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.metadata_files import KnownIndex
 from .._io.storage.reader_leases import hold_lease
 from .._loading.consistent_reads import on_one_version
-from .._loading.execute_shared import open_relay, together, usual_read
+from .._loading.execute_shared import open_relay, reads_once, together
+from .._loading.options import ReadOptions
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
 from .catalog import CheckpointInfo, mark_of, step_info
 from .progress_bar import reading_bar
@@ -92,16 +93,17 @@ class Restorer:
         """Restores a step, or the newest that loads; returns None if the run has none.
 
         Args:
-            options: of the call; `strict`, `verify` and `read` matter here too.
+            options: of the call; `strict` and `read`, a `ReadOptions`, matter here too.
             fills: whether it fills objects in place.
             whole: whether it loads all of the checkpoint.
         """
         tried: set[int] = set()
         passed_over: list[str] = []
         unread: list[tuple[str, Exception | None]] = []
-        if fills and step is None and not options.get("strict", True) and options.get("verify", True) is not False:
+        read: ReadOptions = options["read"]
+        if fills and step is None and not options.get("strict", True) and read.verify is not False:
             # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
-            options = {**options, "verify": "first"}
+            options = {**options, "read": msgspec.structs.replace(read, verify="first")}
         while True:
             try:
                 choice = self._agreed_choice(step, tried, unread)
@@ -201,10 +203,12 @@ class Restorer:
         store = self.directory.folder(found)
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
-        read = options.get("read") or usual_read(self._load_comm, store)
+        read: ReadOptions = options["read"]
+        if read.once is None:
+            read = msgspec.structs.replace(read, once=reads_once(self._load_comm, store))
 
         def load_version(checkpoint: Checkpoint) -> Any:
-            relay = open_relay(self._load_comm, [checkpoint], read)
+            relay = open_relay(self._load_comm, [checkpoint], read.once)
             with together(relay, "restored"):
                 if choice.requested != step:
                     raise self._different_steps(choice.requested, step)
@@ -214,6 +218,6 @@ class Restorer:
 
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(source, load_version, together=read == "once", known=known), None
+                return on_one_version(source, load_version, together=bool(read.once), known=known), None
         except Exception as error:
             return None, error

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ from .options import LineageSource, SaveOptions, check_metadata
 from .path_look import PathLook
 from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
 from .shard_writer import IndexContent, SaveInfo
-from .sidecar_files import SidecarContent, check_files, read_sidecars, sidecar_digests
+from .sidecar_files import check_files, read_sidecars, sidecar_digests
 
 
 class AgreedSave(msgspec.Struct, frozen=True):
@@ -149,11 +149,8 @@ def agree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object] | None,
     recorder: Recorder,
     previous: PreviousSave,
-    lineage: LineageSource | None = None,
-    files: Mapping[str, SidecarContent] | None = None,
 ) -> AgreedSave | None:
     """Plans a save, on which all ranks agree; returns None if it is to be skipped.
 
@@ -168,7 +165,7 @@ def agree(
             exchange = opened.enter_context(Exchange(comm, topic, path=store.url, hint=NOT_COMMITTED))
         agreement = _Agreement(store, comm, options, recorder, previous, exchange)
         try:
-            agreed = agreement.run(tree, metadata, files, lineage)
+            agreed = agreement.run(tree)
             return agreed
         finally:
             if agreed is None and agreement.record is not None:
@@ -203,13 +200,7 @@ class _Agreement:
     """The id of the save that is overwritten, once the look has a result."""
     values: dict[str, Value] = dataclasses.field(init=False)
 
-    def run(
-        self,
-        tree: object,
-        metadata: Mapping[str, object] | None,
-        files: Mapping[str, SidecarContent] | None,
-        lineage: LineageSource | None,
-    ) -> AgreedSave | None:
+    def run(self, tree: object) -> AgreedSave | None:
         # 1. Look at the path, and describe this rank's tree
         error = self.previous.error
         if error is None and not self.previous.running:
@@ -217,7 +208,7 @@ class _Agreement:
                 with self.recorder.span("flatten"):
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
-                    self._describe(tree, metadata, files)
+                    self._describe(tree)
             except Exception as failed:
                 error = wrap_write_error(failed, self.store.url)
         with self.recorder.span("agree"):
@@ -226,7 +217,7 @@ class _Agreement:
             else:
                 self._decide_alone(error)
                 merged = None
-        return None if self.decision.skipped else self._agreed(merged, lineage)
+        return None if self.decision.skipped else self._agreed(merged)
 
     def _decide_alone(self, error: Exception | None) -> None:
         """Decides for one rank; raises the error of the steps before."""
@@ -234,7 +225,7 @@ class _Agreement:
             raise error
         self.decision = Decision(self.save_id, self.recorder.created_ns, "")
         if running := self.previous.running:
-            self.decision.skipped = self.options.busy == "skip"
+            self.decision.skipped = self.options.background.busy == "skip"
             if not self.decision.skipped:
                 check_idle(self.store.url, {0: running})
             return
@@ -289,12 +280,11 @@ class _Agreement:
             self.replaced, self.look = self.look.result(), None
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
-    def _describe(
-        self, tree: object, metadata: Mapping[str, object] | None, files: Mapping[str, SidecarContent] | None
-    ) -> None:
-        metadata = check_metadata(metadata)
+
+    def _describe(self, tree: object) -> None:
+        metadata = check_metadata(self.options.custom_metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
-        if files is not None:
+        if (files := self.options.files) is not None:
             if self.comm.rank:
                 check_files(files)
             else:
@@ -343,7 +333,7 @@ class _Agreement:
         self.proposals = proposals = decode_each(received, RankProposal)
         check_arguments(proposals)
         decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
-        if self.options.busy == "skip" and any(proposal.running for proposal in proposals.values()):
+        if self.options.background.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
@@ -405,7 +395,7 @@ class _Agreement:
         return self._conclusion(None, last=True)
 
     # the result -------------------------------------------------------------------------------------------------------
-    def _agreed(self, merged: GlobalTree | None, lineage: LineageSource | None) -> AgreedSave:
+    def _agreed(self, merged: GlobalTree | None) -> AgreedSave:
         rank, plan, error = self.comm.rank, None, None
         try:
             with self.recorder.span("plan"):
@@ -438,7 +428,7 @@ class _Agreement:
             error=error,
             files=self.files,
             round=self.exchange.round.branch(info.save_id) if self.exchange is not None else None,
-            lineage=lineage if rank == 0 else None,
+            lineage=self.options.lineage if rank == 0 else None,
             look=self.look,
             record=self.record,
         )

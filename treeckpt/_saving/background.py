@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import msgspec
 
@@ -32,13 +31,12 @@ from ..reports import SaveReport
 from . import at_exit
 from .agree import AgreedSave, agree
 from .future import Pending
-from .options import BusyPolicy, LineageSource, SaveOptions, StagingMode, WriterKind
+from .options import SaveOptions, WriterKind
 from .plan_cache import GlobalPlan
 from .process_channel import WriterGone, passes_files
 from .save import complete, save_report
 from .session import Session, session_of
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
-from .sidecar_files import SidecarContent
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
 
@@ -72,22 +70,18 @@ def save_async_tree(
     tree: object,
     comm: Comm,
     options: SaveOptions,
-    metadata: Mapping[str, object] | None,
-    lineage: LineageSource | None = None,
-    files: Mapping[str, SidecarContent] | None = None,
 ) -> Pending:
     """Starts to save a tree; see `treeckpt.save_async`."""
     begin = time.perf_counter()
-    _check_options(store, options)
-    session = session_of(comm)
-    if options.timeout is not None:
-        comm = cast(Comm, _CommWithTimeout(comm, options.timeout))
+    session, background = session_of(comm), options.background
+    if background.timeout is not None:
+        comm = cast(Comm, _CommWithTimeout(comm, background.timeout))
     with gc_paused(), session.starting:
         # 1. Wait for the save before; agree with the other ranks
-        previous = session.previous(options.busy, options.timeout)
+        previous = session.previous(background.busy, background.timeout)
         recorder, open_contexts = Recorder(comm.rank), contextlib.ExitStack()
         open_contexts.enter_context(recorder.span("save"))
-        agreed = agree(store, tree, comm, options, metadata, recorder, previous, lineage, files)
+        agreed = agree(store, tree, comm, options, recorder, previous)
         if agreed is None:
             return Pending(store.url, skipped=True)
         with agreed.given_up_on_error():
@@ -101,11 +95,11 @@ def save_async_tree(
             save = _BackgroundSave(session, agreed, agreed.plan, pending, open_contexts)
         try:
             # 2. Start the writer process, which takes its time, while the tree is copied
-            if options.writer == "process" and not is_ending():
+            if background.writer == "process" and not is_ending():
                 save.start_process()
             # 3. Copy the tree to staging memory
             order_device_copies()
-            if options.staging == "copy":
+            if background.staging == "copy":
                 save.stage()
             # 4. Continue in a thread: `_BackgroundSave.run`
             save.blocked_seconds = time.perf_counter() - begin
@@ -122,22 +116,6 @@ def save_async_tree(
             save.give_up(error)
             raise
     return pending
-
-
-def _check_options(store: Store, options: SaveOptions) -> None:
-    """Raises TreeckptError for unknown choices, and for a timeout within which no rank can answer."""
-    choices = {"busy": BusyPolicy, "staging": StagingMode, "writer": WriterKind}
-    for name, literal in choices.items():
-        if (value := getattr(options, name)) not in get_args(literal):
-            known = ", ".join(map(repr, get_args(literal)))
-            raise TreeckptError(store.url, expected=f"{name} to be one of {known}", found=f"{value!r}")
-    if options.timeout is not None and not 0 < options.timeout < math.inf:
-        raise TreeckptError(
-            store.url,
-            expected="a timeout of more than 0 seconds, or None for the comm's",
-            found=f"{options.timeout!r}",
-            hint='To give up at once where an earlier save is under way, pass busy="skip" or busy="error"',
-        )
 
 
 class _BackgroundSave:
@@ -268,7 +246,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
         previous = session.previous("wait", None)
         in_process = in_process and session.start_writer("prewarm")
         options, store = SaveOptions(plan_only=True), MemoryStore("prewarm")
-        agreed = agree(store, tree, comm, options, {}, Recorder(comm.rank), previous)
+        agreed = agree(store, tree, comm, options, Recorder(comm.rank), previous)
         assert agreed is not None, "planning is not skipped"
         if agreed.plan is None:
             raise agreed.error or AssertionError("a rank without a plan has an error")
@@ -282,7 +260,10 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
         except WriterGone as gone:
             session.writer.end()
             raise CheckpointError(
-                "prewarm", expected="a writer process", found=f"{gone}", hint='writer="thread" needs none'
+                "prewarm",
+                expected="a writer process",
+                found=f"{gone}",
+                hint='BackgroundOptions(writer="thread") needs none',
             ) from gone
         finally:
             lease.release()

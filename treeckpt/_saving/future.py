@@ -23,7 +23,7 @@ class Pending(BackgroundCall[SaveReport | None]):
 
     Attributes:
         path: where the save goes.
-        skipped: an earlier save was still running and `busy="skip"` was given: this save does nothing.
+        skipped: an earlier save was still running, and `BackgroundOptions(busy="skip")` has this one do nothing.
         limit: seconds that the save waits for another rank.
 
     >>> pending = tc.save_async("run/step_00000200", {"step": 200})

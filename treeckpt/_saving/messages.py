@@ -151,7 +151,7 @@ def check_idle(path: str, running: Mapping[int, str]) -> None:
                 path,
                 expected="no save under way",
                 found=f"that of {busy}, on rank {rank}",
-                hint='Save less often, or pass busy="wait" or busy="skip"',
+                hint='Save less often, or pass BackgroundOptions(busy="wait") or busy="skip"',
             )
 
 

@@ -1,17 +1,21 @@
-"""The options of a save as one struct, and the protocol by which a manager gives a save its lineage."""
+"""The options of a save as one struct, the group of those in the background, and what gives a save its lineage."""
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Mapping
-from typing import Literal, Protocol, SupportsIndex
+from typing import Literal, Protocol, SupportsIndex, get_args
 
 import msgspec
 
 from .._arrays.samples import Comparison
 from .._core.format.lineage import Lineage
 from .._core.tree.structure import check_unicode
+from .._io.public_calls import check_group
 from ..errors import TreeckptError, TreeError
+from .sidecar_files import SidecarContent
 
 BusyPolicy = Literal["wait", "skip", "error"]
 StagingMode = Literal["copy", "lazy"]
@@ -30,6 +34,62 @@ class LineageSource(Protocol):
         ...
 
 
+class BackgroundOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a save in the background goes: `background=` of `save_async`, `prewarm` and `Manager`.
+
+    >>> in_thread = tc.BackgroundOptions(writer="thread")
+    >>> tc.save_async("run/step_00000200", model.state_dict(), background=in_thread).result().nbytes
+    40
+
+    Args:
+        staging: "copy" copies before the call returns. "lazy" returns at once and copies beside the next forward and
+            backward, which must not change the tree: let `training.guard` hold the optimizer's step until it is
+            copied, or call `Pending.wait_staged` before anything changes. It saves time where a step's forward and
+            backward take longer than the copy and leave memory bandwidth free, as on a GPU; on a CPU that trains on
+            all its cores it only moves the time.
+        writer: "process" writes from a process of its own, started once and kept, so that the training's interpreter
+            is not slowed down; "thread" from this one. A store in this process's memory is written by the thread.
+        busy: what to do where an earlier save is still under way on any rank: "wait" for it; "skip" this one; or raise
+            an "error".
+        timeout: seconds to wait for another rank, for the writer to write some more, and for an earlier save; by
+            default the comm's, and for as long as an earlier save takes. More than 0.
+
+    Raises:
+        TreeckptError: a field has another value.
+    """
+
+    staging: StagingMode = "copy"
+    writer: WriterKind = "process"
+    busy: BusyPolicy = "wait"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, literal in (("staging", StagingMode), ("writer", WriterKind), ("busy", BusyPolicy)):
+            if (given := getattr(self, name)) not in get_args(literal):
+                known = " or ".join(map(repr, get_args(literal)))
+                raise TreeckptError(name, expected=known, found=f"{given!r:.60}")
+        if self.timeout is not None and not (isinstance(self.timeout, numbers.Real) and 0 < self.timeout < math.inf):
+            raise TreeckptError(
+                "timeout",
+                expected="a timeout of more than 0 seconds, or None for the comm's",
+                found=f"{self.timeout!r:.60}",
+                hint='To give up at once where an earlier save is under way, pass busy="skip" or busy="error"',
+            )
+
+
+def background_of(given: BackgroundOptions | None, call: str, refused: Mapping[str, str] = {}) -> BackgroundOptions:
+    """Returns the argument `background` of a call.
+
+    Args:
+        refused: the fields that the call cannot honour, each with what to do.
+
+    Raises:
+        TypeError: it is something else.
+        MismatchError: a field is given that is refused.
+    """
+    return check_group(given, BackgroundOptions, "background", 'writer="thread"', call, refused)
+
+
 class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The options of a save that must be equal on every rank."""
 
@@ -39,7 +99,24 @@ class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_shard_bytes: int = UNLIMITED_SHARD
     busy: BusyPolicy = "wait"
     plan_only: bool = False
+
+
+class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a save is given beside the tree, the place and the ranks; see `treeckpt.save` and `save_async`."""
+
+    step: int | None = None
+    custom_metadata: Mapping[str, object] | None = None
+    files: Mapping[str, SidecarContent] | None = None
+    overwrite: bool = False
+    verify_replicas: Comparison = "sample"
+    allow_pickle: bool = False
+    max_shard_bytes: int = UNLIMITED_SHARD
+    namespace: str = ""
+    background: BackgroundOptions = BackgroundOptions()
+    plan_only: bool = False
     """Ranks only agree on the plan: nothing is written, and the path is not looked at."""
+    lineage: LineageSource | None = None
+    """Gives a save of a manager its place in the run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore
@@ -50,20 +127,17 @@ class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
                 hint='"sample", the default, compares samples of what is above 64 KiB; False trusts that it is equal',
             )
 
-
-class SaveOptions(CommonOptions, frozen=True, kw_only=True):
-    """All options of a save; see `treeckpt.save` and `treeckpt.save_async`."""
-
-    allow_pickle: bool = False
-    namespace: str = ""
-    staging: StagingMode = "copy"
-    writer: WriterKind = "process"
-    timeout: float | None = None
-
     @property
     def common(self) -> CommonOptions:
         """The options that ranks compare."""
-        return CommonOptions(**{name: getattr(self, name) for name in CommonOptions.__struct_fields__})
+        return CommonOptions(
+            step=self.step,
+            overwrite=self.overwrite,
+            verify_replicas=self.verify_replicas,
+            max_shard_bytes=self.max_shard_bytes,
+            busy=self.background.busy,
+            plan_only=self.plan_only,
+        )
 
 
 def check_metadata(metadata: object) -> Mapping[str, object]:

@@ -22,7 +22,6 @@ functions.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 
 import msgspec
 
@@ -36,7 +35,7 @@ from .._io.timing import Recorder
 from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
-from .options import LineageSource, SaveOptions
+from .options import SaveOptions
 from .session import previous_save
 from .shard_writer import (
     PUBLISHED_HINT,
@@ -50,33 +49,15 @@ from .shard_writer import (
     shard_names,
     written_names,
 )
-from .sidecar_files import SidecarContent, write_sidecars
+from .sidecar_files import write_sidecars
 
 
-def save_tree(
-    store: Store,
-    tree: object,
-    comm: Comm,
-    options: SaveOptions,
-    metadata: Mapping[str, object] | None,
-    lineage: LineageSource | None = None,
-    files: Mapping[str, SidecarContent] | None = None,
-) -> SaveReport:
+def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> SaveReport:
     """Saves a tree; see `treeckpt.save`."""
     previous = previous_save(comm)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
-        agreed = agree(
-            store,
-            tree,
-            comm=comm,
-            options=options,
-            metadata=metadata,
-            recorder=recorder,
-            previous=previous,
-            lineage=lineage,
-            files=files,
-        )
+        agreed = agree(store, tree, comm, options, recorder, previous)
         assert agreed is not None, "only a save in the background is skipped"
         with agreed.given_up_on_error():
             if agreed.plan is None:  # the error is noted at the path, unless that is refused

@@ -52,7 +52,7 @@ class Session:
                     before.path,
                     expected=f"the save to this path to end within {timeout:g} s",
                     found="it is still under way, and goes on",
-                    hint='Save less often, wait longer, or pass busy="skip"',
+                    hint='Save less often, wait longer, or pass BackgroundOptions(busy="skip")',
                 )
                 return PreviousSave(late)
         self.current = None

@@ -29,7 +29,7 @@ from .staging import StagedShardSource, map_arena
 
 ENTRY_POINT = "treeckpt._saving.writer_server:serve"
 _LIGHT = {"treeckpt", *sys.stdlib_module_names}
-"""Packages of which a pickled store may name modules without the import of all of treeckpt."""
+"""Packages below which a pickled store may name modules without the import of all of treeckpt."""
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -104,7 +104,7 @@ class _StoreUnpickler(pickle.Unpickler):
     """Opens the store of a `Store.address`, which comes from the parent process by a socket that only it has."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name.partition(".")[0] not in _LIGHT:
+        if module_name == "treeckpt" or module_name.partition(".")[0] not in _LIGHT:
             _import_package()
         return super().find_class(module_name, global_name)
 

@@ -31,6 +31,7 @@ from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import Checkpoint
 from .._loading.load import load_tree
 from .._loading.match import LoadOptions
+from .._loading.options import ReadOptions
 from .._loading.overlay import CheckpointOverlay
 from .._loading.run_load import fill_tree
 from ..errors import MismatchError
@@ -161,7 +162,7 @@ def load_values(
     if not entries:
         return {}
     paths = frozenset(leaf.path for entry in entries.values() for leaf in entry.leaves)
-    options = LoadOptions(strict=False, only=paths, copy=True, allow_pickle=allow_pickle)
+    options = LoadOptions(strict=False, only=paths, read=ReadOptions(copy=True), allow_pickle=allow_pickle)
     tree, _ = load_tree(checkpoint, None, comm, options)
     return {name: _at(tree, entry.keys) for name, entry in entries.items()}
 
@@ -200,5 +201,5 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
             node = node.setdefault(key, {})
         node[entry.keys[-1]] = target
     if tree:
-        options = LoadOptions(strict="missing", cast=True, copy=True)
+        options = LoadOptions(strict="missing", cast=True, read=ReadOptions(copy=True))
         fill_tree(CheckpointOverlay(checkpoint), tree, comm, options)

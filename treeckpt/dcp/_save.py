@@ -23,6 +23,7 @@ from .._core.tree.dict_attributes import copy_attributes
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm, members_of
 from .._saving.future import Pending
+from .._saving.options import BackgroundOptions
 from .._threads import call_in_thread
 from ..errors import MismatchError, visible
 from ._calls import comm_for, converted, exception_of, is_default_planner, states_of, storage_for
@@ -140,8 +141,7 @@ def async_save(
             comm=comm,
             overwrite=storage.overwrite,
             allow_pickle=storage.allow_pickle,
-            staging="lazy" if lazy else "copy",
-            writer=kind.value,
+            background=BackgroundOptions(staging="lazy" if lazy else "copy", writer=kind.value),
         )
     return _futures_of(pending, storage, comm.rank, lazy=lazy)
 

@@ -248,7 +248,7 @@ def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict
         found="; ".join(filter(None, texts)),
         hint=_hint_on_extra(bad, sides)
         or (reasons[bad[0]] if reasons.keys() >= set(bad) else "")
-        or (part and "Pass strict='missing', or partial=True, if one is a part of the other")
+        or (part and "Pass strict='missing' if one is a part of the other")
         or _renamed(missing, unexpected, sides, whole=strict is True or not sides.alike)
         or _hint(missing, unexpected, sides),
     )

@@ -1,7 +1,7 @@
 """Delays an optimizer's step until a lazily staged save has copied the tensors that the step changes.
 
-With `save_async(..., staging="lazy")` the copy runs beside the next forward and backward, which read the parameters and
-the optimizer's state but do not change them. The step does: a hook before it waits for the copy. Buffers that the
+With `BackgroundOptions(staging="lazy")` the copy runs beside the next forward and backward, which read the parameters
+and the optimizer's state but do not change them. The step does: a hook before it waits for the copy. Buffers that the
 forward itself changes (running statistics of BatchNorm), and anything else that the loop changes before the step, are
 not protected: call `Pending.wait_staged` before, or stage by copy.
 """
@@ -21,7 +21,9 @@ from ._optimizers import optimizer_chain
 class Guard:
     """A step pre-hook that waits for saves; each optimizer has one, for all its saves.
 
-    >>> guard = tc.training.guard(optimizer, tc.save_async("run/step_00000200", model.state_dict(), staging="lazy"))
+    >>> lazy = tc.BackgroundOptions(staging="lazy")
+    >>> pending = tc.save_async("run/step_00000200", model.state_dict(), background=lazy)
+    >>> guard = tc.training.guard(optimizer, pending)
     >>> guard.remove()
     """
 
@@ -53,9 +55,10 @@ class Guard:
 def guard(optimizer: Any, pending: Pending) -> Guard:
     """Lets the optimizer's next step wait until the save has copied the tree.
 
-    Call it after each `save_async` with `staging="lazy"`; an optimizer keeps one guard for all of them.
+    Call it after each `save_async` that stages lazily; an optimizer keeps one guard for all of them.
 
-    >>> pending = tc.save_async("run/step_00000200", model.state_dict(), staging="lazy")
+    >>> lazy = tc.BackgroundOptions(staging="lazy")
+    >>> pending = tc.save_async("run/step_00000200", model.state_dict(), background=lazy)
     >>> guard = tc.training.guard(optimizer, pending)
     >>> optimizer.step()  # waits until the parameters are copied
 

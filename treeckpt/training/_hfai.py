@@ -23,6 +23,7 @@ from .. import _api
 from .._core.tree.dict_attributes import copy_attributes
 from .._core.tree.flatten import PerRank
 from .._io.comm.comm import Comm, as_comm
+from .._loading.options import Fallback
 from ..errors import MismatchError, TreeError
 from ..reports import SaveReport
 from ._capture import Buffers, PartKeywords, state
@@ -126,7 +127,8 @@ def load(
             raise MismatchError("model", expected="the model, too", found=f"{alone} alone")
         return _as_state_dicts(path, comm, map_location, allow_pickle=allow_pickle)
     models, optimizers = _by_position(model), _by_position(optimizer)
-    given = {"rng": False, "comm": comm, "world_changed": {"extra": "take"}, "allow_pickle": allow_pickle}
+    fallback = Fallback(per_rank={"extra": "take"})
+    given = {"rng": False, "comm": comm, "fallback": fallback, "allow_pickle": allow_pickle}
     report = restore(path, models, optimizers, **{**given, **options})
     found = {"model": _unwrapped([m.state_dict() for m in models.values()])}
     if optimizers is not None:
@@ -152,7 +154,7 @@ def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: b
     if not isinstance(map_location, (str, torch.device, NoneType)):
         raise MismatchError("map_location", expected="a device or None", found=f"{type(map_location).__qualname__}")
     device = None if map_location is None else str(map_location)
-    tree = _api.load(path, comm=comm, per_rank="take", device=device, allow_pickle=allow_pickle)
+    tree = _api.load(path, comm=comm, fallback=Fallback(per_rank="take"), device=device, allow_pickle=allow_pickle)
     if not isinstance(tree, dict) or not {"model", "order"} <= set(tree):
         raise MismatchError(
             str(path),

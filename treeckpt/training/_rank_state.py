@@ -13,7 +13,8 @@ from typing import Any
 
 from .._core.text import count_text
 from .._io.comm.comm import Comm
-from ..trees._per_rank_state import Policies, Policy, check_parts, policy_of, refused
+from .._loading.options import Policies, Policy, policy_of
+from ..trees._per_rank_state import refused
 from ._rng import check_rng
 from ._sources import RestoreSource
 
@@ -24,11 +25,10 @@ class RankState:
     """Loads the per-rank parts of a source for one rank.
 
     Args:
-        policies: the argument `world_changed` of `restore`.
+        policies: the field `per_rank` of a `Fallback`.
     """
 
     def __init__(self, source: RestoreSource, comm: Comm, policies: Policies) -> None:
-        check_parts(policies)
         self._source, self._comm = source, comm
         self._policies: Policies = policies
         self.notes: dict[str, str] = {}
@@ -74,7 +74,7 @@ class RankState:
         if self._comm.rank == 0:
             _log.warning(
                 "%s: saved by %s, restored by %d: the random generators of each rank %s. "
-                "world_changed={'rng': 'take'} %s",
+                "fallback=Fallback(per_rank={'rng': 'take'}) %s",
                 self._source.url,
                 count_text(saved, "rank"),
                 self._comm.size,

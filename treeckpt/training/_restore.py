@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -27,15 +27,15 @@ from .._core.tree.structure import PerRankNode, TensorNode, key_text
 from .._io.comm.comm import Comm, as_comm
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
+from .._io.storage.open import following
 from .._loading.consistent_reads import on_versions
 from .._loading.execute_shared import open_relay, together
 from .._loading.match import LoadOptions
+from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
 from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
-from .._loading.read_batch import Verify
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
-from ..trees._per_rank_state import Policies, Policy
 from ._capture import LEFT_OUT, optimizer_of
 from ._check_model import (
     Sides,
@@ -109,7 +109,6 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     extra: Any
     """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]
-    world_changed: Policies
     device: str | torch.device | None
 
     def __post_init__(self) -> None:
@@ -152,12 +151,10 @@ def restore(
     under: str = "",
     from_root: bool = False,
     strict: Strict = True,
-    partial: bool = False,
     cast: bool = False,
     keep: Sequence[str] = (),
-    verify: Verify = True,
-    read: Literal["each", "once"] = "each",
-    world_changed: Policy | Mapping[str, Policy] | None = None,
+    read: ReadOptions | None = None,
+    fallback: Fallback | None = None,
     device: str | torch.device | None = None,
     allow_pickle: bool = False,
     comm: Any = None,
@@ -178,24 +175,49 @@ def restore(
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
         under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
-        strict: all here must be in the checkpoint, and parts that are asked for here; "missing" (`partial`): the first.
+        strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
-        cast, verify, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
-        world_changed: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
-            "error", "take" (that of rank r % old number) or merge(states, rank, world); or a dict of these for "rng",
-            "loader", "buffers", "extra" (no merge). By default all is refused but "rng", see `training.rank_state`.
+        cast, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
+        read: as for `treeckpt.load_into`.
+        fallback: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
+            `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng", see `training.rank_state`.
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm, rules = as_comm(comm, sends_messages=False), rules_of(rename, transforms, under, from_root=from_root)
-    wanted: Strict = "missing" if strict is True and partial else strict
-    options = LoadOptions(globs_of(select), wanted, cast, verify=verify, read=read, allow_pickle=allow_pickle,
-        exclude=globs_of(exclude, "exclude"), namespace=namespace, rules=rules)  # fmt: skip
-    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, tuple(keep), world_changed, device)
-    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
-    return on_versions(source, run, together=read == "once") if is_stored(source) else run(source)
+    options = LoadOptions(
+        select=globs_of(select),
+        exclude=globs_of(exclude, "exclude"),
+        rules=rules_of(rename, transforms, under, from_root=from_root),
+        strict=strict,
+        cast=cast,
+        read=read_of(read, "restore", IN_PLACE),
+        fallback=fallback_of(fallback, "restore", NO_SALVAGE),
+        allow_pickle=allow_pickle,
+        namespace=namespace,
+    )
+    targets = RestoreTargets(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        rng=rng,
+        extra=extra,
+        keep=tuple(keep),
+        device=device,
+    )
+    run = functools.partial(
+        _restore,
+        comm=as_comm(comm, sends_messages=False),
+        targets=targets,
+        options=options,
+        under=under,
+        from_root=from_root,
+    )
+    if not is_stored(source):
+        return run(source)
+    return on_versions(following(source, options.read.follow_links), run, together=bool(options.read.once))
 
 
 def _restore(
@@ -203,7 +225,7 @@ def _restore(
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
-    relay = open_relay(comm, opened, options.read)
+    relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
         arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
@@ -253,7 +275,7 @@ class _Restore:
         self.extra_states: list[ExtraState] = []
         self.last: list[Callable[[], None]] = []
         """Actions to run after all arrays are in place."""
-        self.own = RankState(source, comm, targets.world_changed)
+        self.own = RankState(source, comm, options.fallback.per_rank)
         self.loader: Any = None
         self.extra: Any = None
         self.lengths: Mapping[str, tuple[int, int]] = {}
@@ -569,21 +591,24 @@ class _Restore:
             _log.warning(
                 "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
             )
+        loads = (filled, *self.filled_before, *self.returned)
+        dropped, renamed = self.source.ruled
         return RestoreReport(
-            self.source.url,
-            self.source.step,
-            sum(load.loaded for load in (filled, *self.filled_before)),
-            sum(load.nbytes for load in (filled, *self.filled_before, *self.returned)),
-            sum(load.read_nbytes for load in (filled, *self.filled_before, *self.returned)),
-            time.perf_counter() - self.began,
-            tuple(self.missing),
-            tuple(self.unexpected),
-            tuple(made),
-            tuple(left),
-            tuple(self.ignored),
-            self.loader,
-            self.extra,
-            *self.source.ruled,
+            path=self.source.url,
+            step=self.source.step,
+            loaded=sum(load.loaded for load in (filled, *self.filled_before)),
+            nbytes=sum(load.nbytes for load in loads),
+            read_nbytes=sum(load.read_nbytes for load in loads),
+            seconds=time.perf_counter() - self.began,
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            materialised=tuple(made),
+            on_meta=tuple(left),
+            ignored=tuple(self.ignored),
+            loader=self.loader,
+            extra=self.extra,
+            dropped=dropped,
+            renamed=renamed,
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),

@@ -39,6 +39,7 @@ from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
+from .._loading.options import Fallback, Policy, ReadOptions, read_alone
 from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
 from .._loading.run_load import run_load
 from ..errors import MismatchError
@@ -47,7 +48,7 @@ from ..rules import Renaming, Transforms, as_rules, carried
 from ..rules._rules import Carried, Drop, Rule, placed_below
 from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
-from ..trees._per_rank_state import Policy, load_own
+from ..trees._per_rank_state import load_own
 from ._groups import is_same
 from ._names import Key, key_path
 
@@ -238,7 +239,11 @@ class _SavedMember:
     def reading_job(self) -> Load:
         """Returns a load that reads some arrays of the checkpoint, to compare them."""
         options = LoadOptions(
-            cast=self._reading.cast, verify=self._reading.verify, per_rank="take", rules=self.rules, strict=False
+            cast=self._reading.cast,
+            read=ReadOptions(verify=self._reading.read.verify),
+            fallback=Fallback(per_rank="take"),
+            rules=self.rules,
+            strict=False,
         )
         return Load(self.checkpoint, self.comm, options)
 
@@ -354,14 +359,14 @@ class CheckpointSource:
     ) -> Any:
         own = LoadOptions(
             tuple(select) or (name,),
-            per_rank="take",
-            verify=self.options.verify is not False,
+            read=read_alone(self.options.read),
+            fallback=Fallback(per_rank="take"),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
             rules=self._rules,
             lenient=lenient,
         )
-        tree, report = run_load(self._read, None, self.comm, own, "error")
+        tree, report = run_load(self._read, None, self.comm, own)
         if on_report is not None:
             on_report(report)
         return tree[name]
@@ -388,7 +393,7 @@ class CheckpointSource:
             policy,
             self.comm,
             saved_world=member.world,
-            verify=self.options.verify is not False,
+            read=read_alone(self.options.read),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
             transforms=member.rules,
@@ -401,11 +406,10 @@ class CheckpointSource:
             transforms=self._rules,
             strict=False,
             cast=self.options.cast,
-            verify=self.options.verify,
-            per_rank="take" if take else "error",
+            read=msgspec.structs.replace(self.options.read, once=self.options.read.once and not alone),
+            fallback=Fallback(per_rank="take" if take else "error"),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
-            read="each" if alone else self.options.read,
             comm=self.comm,
         )
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .._core.public_names import publish
 from . import _gathering, _sending
 from ._compare import Sameness, same_structure
 from ._moving import copy_into, distribute_local, empty_like
@@ -48,6 +49,7 @@ __all__ = [
     "same_structure",
     "unflatten_names",
 ]
+publish(__name__, __all__, globals())
 
 
 def gather(

@@ -7,57 +7,19 @@ only for its own part.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from .. import _api
 from .._core.tree.flatten import PerRank
 from .._io.comm.comm import Comm, SoloComm, other_world_error
+from .._loading.options import Policy
 from ..errors import MismatchError
-
-Merge = Callable[[list[Any], int, int], Any]
-"""merge(states of all old ranks, rank, world) -> state of this rank."""
-
-Policy = Literal["error", "take"] | Merge
-Policies = Policy | Mapping[str, Policy] | None
-"""One policy for all parts, or one each by name; None, or no entry, where nothing is said."""
-PARTS = ("rng", "loader", "buffers", "extra")
-"""The parts of a training state that may have state of each rank's own."""
-
-
-def check_parts(given: Policies) -> None:
-    """Refuses policies for parts of unknown names.
-
-    Raises:
-        MismatchError: naming one, and the part that may be meant.
-    """
-    for name in given if isinstance(given, Mapping) else ():
-        if name not in PARTS:
-            near = difflib.get_close_matches(str(name), PARTS, n=1)
-            raise MismatchError(
-                "world_changed",
-                expected=f"policies for some of {', '.join(PARTS)}",
-                found=f"one for {name!r}" + (f"; near to it is {near[0]!r}" if near else ""),
-                hint="Mend the name",
-            )
-
-
-def policy_of(given: Policies, part: str) -> Policy | None:
-    """Returns the policy for one part; None where none is given for it.
-
-    Raises:
-        MismatchError: an unknown policy.
-    """
-    policy: Any = given.get(part) if isinstance(given, Mapping) else given
-    if policy not in (None, "error", "take") and not callable(policy):
-        raise MismatchError(part, expected="world_changed of 'error', 'take' or a function", found=f"{policy!r:.60}")
-    return policy
 
 
 def refused(path: str, part: str, comm: Comm, saved_world: int, others: str = "") -> MismatchError:
     """Returns the error for a part of a world of another size that no policy covers, with what else can be done."""
-    return other_world_error(path, comm, saved_world, take=f"world_changed={{{part!r}: 'take'}}", others=others)
+    take = f"fallback=Fallback(per_rank={{{part!r}: 'take'}})"
+    return other_world_error(path, comm, saved_world, take=take, others=others)
 
 
 class _AssumedRankComm(SoloComm):
@@ -81,7 +43,7 @@ def load_own(
     comm: Comm,
     *,
     saved_world: int,
-    argument: str = "world_changed",
+    argument: str = "per_rank",
     **options: Any,
 ) -> Any:
     """Returns this rank's state of a part at the root of a checkpoint.

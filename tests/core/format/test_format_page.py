@@ -74,7 +74,7 @@ def assert_same(found: Any, loaded: Any, rank: int = 0) -> None:
 
 @pytest.mark.parametrize("name", ["version_1", "version_1_tables", "version_1_ranges"])
 def test_the_page_describes_the_golden_checkpoints(name: str) -> None:
-    assert_same(read(GOLDEN / name), tc.load(GOLDEN / name, per_rank="take"))
+    assert_same(read(GOLDEN / name), tc.load(GOLDEN / name, fallback=tc.Fallback(per_rank="take")))
 
 
 def test_it_describes_meshes_parts_and_what_each_rank_has(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_it_describes_uneven_ranges_with_and_without_listed_starts(
     found = read(tmp_path)
     assert found["own"][4].tolist() == [4, 5, 6, 7, 8] and found["log"] == log
     assert {rank: len(text) for rank, text in found["text"].items()} == {0: 5000, 1: 5000, 2: 5000, 3: 5001, 4: 5001}
-    assert tc.load(tmp_path, per_rank="take")["log"] == log
+    assert tc.load(tmp_path, fallback=tc.Fallback(per_rank="take"))["log"] == log
     assert all(np.array_equal(found[name], array) for name, array in whole.items())
 
 

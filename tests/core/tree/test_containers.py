@@ -60,7 +60,9 @@ def test_metadata_of_a_node_is_named_by_the_nodes_path(tmp_path: Path, namespace
     tc.save(tmp_path / "c", {"model": {"first": np.ones(2), "x": Node([np.ones(3)], 1)}}, namespace=namespace)
     calls = {
         "save": lambda: tc.save(tmp_path / "d", tree, namespace=namespace),
-        "save_async": lambda: tc.save_async(tmp_path / "d", tree, namespace=namespace, writer="thread"),
+        "save_async": lambda: tc.save_async(
+            tmp_path / "d", tree, namespace=namespace, background=tc.BackgroundOptions(writer="thread")
+        ),
         "load": lambda: tc.load(tmp_path / "c", tree, namespace=namespace),
         "load_into": lambda: tc.load_into(tmp_path / "c", tree, namespace=namespace),
         "abstract": lambda: tc.abstract(tree, namespace=namespace),

@@ -13,7 +13,7 @@ from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.store import LocalStore
 from treeckpt._io.timing import Recorder
-from treeckpt._loading.read_batch import ReadBatch, ReadOptions
+from treeckpt._loading.read_batch import BatchOptions, ReadBatch
 from treeckpt.errors import LayoutError
 from treeckpt_dashboard.compare.reshard_plan import bit_reversed_order, parse_mesh, parse_rules, plan_reshard
 
@@ -39,7 +39,7 @@ def read_by_a_load(path, index, layout, rank, glob):
             memory = np.empty(held.region.shape, raw_dtype(dtype_of(leaf.spec.dtype).itemsize))
             spec = ArraySpec(leaf.spec.shape, leaf.spec.dtype)
             batch.add_target(leaf.path, leaf, ArrayTarget(spec, memory, [TargetPiece(held.region, HostArray(memory))]))
-    batch.run(ReadOptions(memory=64 << 20))
+    batch.run(BatchOptions(memory=64 << 20))
     return batch.read_nbytes
 
 

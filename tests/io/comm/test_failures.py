@@ -499,9 +499,9 @@ Load = Callable[[Any], Any]
 @pytest.mark.parametrize(
     "load",
     [
-        lambda store: tc.load(store, per_rank="take"),
-        lambda store: tc.load(store, per_rank="take", copy=True),
-        lambda store: tc.load(store, whole_tree(), per_rank="take"),
+        lambda store: tc.load(store, fallback=tc.Fallback(per_rank="take")),
+        lambda store: tc.load(store, read=tc.ReadOptions(copy=True), fallback=tc.Fallback(per_rank="take")),
+        lambda store: tc.load(store, whole_tree(), fallback=tc.Fallback(per_rank="take")),
         lambda store: tc.verify(store),
         lambda store: tc.inspect(store),
     ],
@@ -529,13 +529,20 @@ def test_a_read_that_fails_is_an_error_that_names_the_file(
 def test_load_into_that_compares_first_leaves_every_target_untouched_when_a_read_fails(saved: MemoryStore) -> None:
     switch = Switch()
     target = whole_tree(seed=9)
-    tc.load_into(Faulty(saved, switch), target, per_rank="take", verify="first")
+    tc.load_into(
+        Faulty(saved, switch), target, read=tc.ReadOptions(verify="first"), fallback=tc.Fallback(per_rank="take")
+    )
     assert_equal(target, whole_tree(seed=1))
     checking = len(switch.calls) // 2
     for at in range(checking):
         target = whole_tree(seed=9)
         with pytest.raises((tc.CheckpointError, tc.StoreError), match="injected"):
-            tc.load_into(Faulty(saved, Switch(at)), target, per_rank="take", verify="first")
+            tc.load_into(
+                Faulty(saved, Switch(at)),
+                target,
+                read=tc.ReadOptions(verify="first"),
+                fallback=tc.Fallback(per_rank="take"),
+            )
         assert_equal(target, whole_tree(seed=9))
 
 
@@ -565,9 +572,9 @@ def test_what_changes_after_it_was_compared_is_found_when_it_is_put_in_place(tmp
     Changing.left = again << 20
     if again == 1:
         with pytest.raises(tc.CorruptError, match=r"w: .*changed bytes"):
-            tc.load_into(Changing(tmp_path / "c"), target, verify="first")
+            tc.load_into(Changing(tmp_path / "c"), target, read=tc.ReadOptions(verify="first"))
     else:
-        tc.load_into(Changing(tmp_path / "c"), target, verify="first")
+        tc.load_into(Changing(tmp_path / "c"), target, read=tc.ReadOptions(verify="first"))
         assert (target["w"] == 1).all()
 
 

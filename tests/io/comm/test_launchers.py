@@ -75,8 +75,10 @@ def test_jax_distributed_is_asked_without_being_imported(monkeypatch: pytest.Mon
 
 CALLS = {
     "save": lambda path, **comm: tc.save(path / "c", TREE, **comm),
-    "save_async": lambda path, **comm: tc.save_async(path / "c", TREE, writer="thread", **comm).result(60),
-    "prewarm": lambda path, **comm: tc.prewarm(TREE, writer="thread", **comm),
+    "save_async": lambda path, **comm: tc.save_async(
+        path / "c", TREE, background=tc.BackgroundOptions(writer="thread"), **comm
+    ).result(60),
+    "prewarm": lambda path, **comm: tc.prewarm(TREE, background=tc.BackgroundOptions(writer="thread"), **comm),
     "manager": lambda path, **comm: tc.Manager(path / "run", background=False, **comm).save(1, TREE),
     "convert": lambda path, **comm: convert(path / "saved", path / "c.pt", **comm),
 }
@@ -115,10 +117,10 @@ def test_loads_take_the_launchers_word_for_which_rank_this_is(tmp_path: Path, mo
     with pytest.raises(tc.MismatchError, match=r'own.*: .*comm="alone"'):
         tc.load(tmp_path / "one")
     assert tc.load(tmp_path / "one", comm="alone")["own"].value == 7
-    assert tc.load(tmp_path / "one", per_rank="take")["own"].value == 7
+    assert tc.load(tmp_path / "one", fallback=tc.Fallback(per_rank="take"))["own"].value == 7
     with pytest.raises(tc.RankError, match='comm="alone"'):
-        tc.load(tmp_path / "one", on_corrupt="skip")
-    assert tc.load(tmp_path / "one", on_corrupt="skip", comm="alone")["own"].value == 7
+        tc.load(tmp_path / "one", fallback=tc.Fallback(on_corrupt="skip"))
+    assert tc.load(tmp_path / "one", fallback=tc.Fallback(on_corrupt="skip"), comm="alone")["own"].value == 7
 
 
 def test_trees_are_not_taken_for_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

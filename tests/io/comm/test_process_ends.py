@@ -69,7 +69,7 @@ def act(job, rank):
 
     if job == "background":
         rounds.RETURN_TIMEOUT, shard_writer.write_files = 0.1, write
-        tc.save_async(run / "c", tree, comm=comm, writer="thread", timeout=40.0)
+        tc.save_async(run / "c", tree, comm=comm, background=tc.BackgroundOptions(writer="thread", timeout=40.0))
     else:
         rounds.RETURN_TIMEOUT = 60.0
         handlers.append(at_the_end)

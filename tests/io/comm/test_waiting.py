@@ -31,10 +31,12 @@ def prepare(path: Path) -> None:
 
 CALLS: dict[str, Callable[[Path, Comm], Any]] = {
     "save": lambda path, comm: tc.save(path / "c", TREE, comm=comm),
-    "save_async": lambda path, comm: tc.save_async(path / "c", TREE, comm=comm, writer="thread").result(LONG),
+    "save_async": lambda path, comm: tc.save_async(
+        path / "c", TREE, comm=comm, background=tc.BackgroundOptions(writer="thread")
+    ).result(LONG),
     "latest": lambda path, comm: tc.Manager(path / "run", comm=comm).latest(),
     "manager": lambda path, comm: tc.Manager(path / "run", comm=comm, background=False).save(1, TREE),
-    "salvage": lambda path, comm: tc.load(path / "saved", comm=comm, on_corrupt="skip"),
+    "salvage": lambda path, comm: tc.load(path / "saved", comm=comm, fallback=tc.Fallback(on_corrupt="skip")),
     "convert": lambda path, comm: convert(path / "saved", path / "out.safetensors", comm=comm),
 }
 
@@ -142,7 +144,7 @@ def test_a_rank_that_still_writes_is_waited_for_after_a_signal(
         tree = {"w": tc.Sharded(np.ones(4), (16,), (4 * comm.rank,))}
         mine = late if comm.rank == slow else store
         if background:
-            tc.save_async(mine, tree, comm=comm, writer="thread").result(LONG)
+            tc.save_async(mine, tree, comm=comm, background=tc.BackgroundOptions(writer="thread")).result(LONG)
         else:
             tc.save(mine, tree, comm=comm)
 

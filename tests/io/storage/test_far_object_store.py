@@ -296,7 +296,7 @@ def test_memory_limits_what_is_in_flight(far: FarS3) -> None:
     store = far.store()
     tc.save(store, {"w": array(64)})
     far.set(latency=0.05)
-    tc.load(store, memory=16 * MIB)
+    tc.load(store, read=tc.ReadOptions(memory=16 * MIB))
     assert max(row["busy"] for row in far.gets(".safetensors")) <= 2
 
 

@@ -130,7 +130,7 @@ def test_shards_with_blocks_of_another_size_are_verified_by_their_own(tmp_path: 
 def test_memory_bounds_the_reads_in_flight(
     load: Callable[..., dict[str, Any]], saved: Path, tree: dict[str, Any], far: None, flights: Flights
 ) -> None:
-    back = load(saved, tree, memory=4 * MIB)
+    back = load(saved, tree, read=tc.ReadOptions(memory=4 * MIB))
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
     assert flights.most > 1 and flights.most_nbytes <= 4 * MIB
 

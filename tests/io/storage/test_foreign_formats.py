@@ -70,7 +70,7 @@ KINDS = {
 WAYS: dict[str, Callable[[Path], Any]] = {
     "load": tc.load,
     "like": lambda path: tc.load(path, dict.fromkeys(tc.load(path), ...)),
-    "load_into": lambda path: tc.load_into(path, tc.load(path, copy=True)).loaded,
+    "load_into": lambda path: tc.load_into(path, tc.load(path, read=tc.ReadOptions(copy=True))).loaded,
     "inspect": lambda path: tc.inspect(path).by_path,
     "bank": lambda path: tc.load([path, path]),
 }

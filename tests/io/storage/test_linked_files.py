@@ -62,11 +62,15 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 DOORS: dict[str, Callable[..., Any]] = {
-    "load": lambda path, **o: tc.load(path, **o)["n"] == 1,
-    "like": lambda path, **o: tc.load(path, {"w": np.zeros(5000), "n": 0}, mmap=True, verify=False, **o)["n"] == 1,
-    "load_into": lambda path, **o: tc.load_into(path, {"w": np.zeros(5000), "n": 0}, **o).loaded == 2,
-    "abstract": lambda path, **o: tc.load_abstract(path, **o)["n"] == 1,
-    "async": lambda path, **o: tc.load_async(path, **o).result()["n"] == 1,
+    "load": lambda path, **o: tc.load(path, read=tc.ReadOptions(**o))["n"] == 1,
+    "like": lambda path, **o: (
+        tc.load(path, {"w": np.zeros(5000), "n": 0}, read=tc.ReadOptions(mmap=True, verify=False, **o))["n"] == 1
+    ),
+    "load_into": lambda path, **o: (
+        tc.load_into(path, {"w": np.zeros(5000), "n": 0}, read=tc.ReadOptions(**o)).loaded == 2
+    ),
+    "abstract": lambda path, **o: tc.load_abstract(path, read=tc.ReadOptions(**o))["n"] == 1,
+    "async": lambda path, **o: tc.load_async(path, read=tc.ReadOptions(**o)).result()["n"] == 1,
     "inspect": lambda path, **o: tc.inspect(path, **o).step == 1,
     "read_file": lambda path, **o: tc.read_file(path, "config.json", **o) == b"{}",
     "verify": lambda path, **o: tc.verify(path, **o).ok,
@@ -166,9 +170,9 @@ def test_a_link_that_leads_to_no_file_is_an_error(tmp_path: Path, target: str) -
     for follow in (False, True):
         error = tc.StoreError if target == "/dev/zero" and not follow else tc.CorruptError
         with pytest.raises(error, match=shard):
-            tc.load(path, follow_links=follow)
+            tc.load(path, read=tc.ReadOptions(follow_links=follow))
         with pytest.raises(error, match=shard):
-            tc.load_into(path, {"w": np.zeros(5000), "n": 0}, follow_links=follow)
+            tc.load_into(path, {"w": np.zeros(5000), "n": 0}, read=tc.ReadOptions(follow_links=follow))
         assert not tc.verify(path, follow_links=follow).ok
 
 
@@ -181,7 +185,7 @@ def test_a_link_to_a_sibling_through_a_link_out_of_the_run_is_refused(tmp_path: 
     index.symlink_to(run / "hop")
     with pytest.raises(tc.StoreError, match="which is not in"):
         tc.load(run / step_name(1))
-    assert tc.load(run / step_name(1), follow_links=True)["n"] == 1
+    assert tc.load(run / step_name(1), read=tc.ReadOptions(follow_links=True))["n"] == 1
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])

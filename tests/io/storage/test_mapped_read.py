@@ -343,7 +343,9 @@ def test_parts_of_rows_come_from_lent_memory_and_are_no_read_of_their_own(
     for shard in (tmp_path / "x").glob("*.safetensors"):
         shard.read_bytes()  # into the page cache
     store, part = _Noted(tmp_path / "x"), torch.zeros(1024, 512, dtype=torch.int64)
-    report = tc.load_into(store, {"w": tc.Sharded(part, (1024, 1024), offset=(0, 256))}, verify=verify)  # pyright: ignore[reportArgumentType]
+    report = tc.load_into(
+        store, {"w": tc.Sharded(part, (1024, 1024), offset=(0, 256))}, read=tc.ReadOptions(verify=verify)
+    )  # pyright: ignore[reportArgumentType]
     assert torch.equal(part, saved[:, 256:768]) and not store.read_names
     assert report.read_nbytes == saved.nbytes
     store.close()

@@ -182,7 +182,7 @@ def test_ranks_all_hear_of_one_that_cannot_upload(s3: S3) -> None:
     s3.rules()
     assert not [name for name in stores[0].sizes() if not name.startswith("timings")]
     assert not any(errors_of(on_ranks(3, save)))
-    assert_equal(tc.load(stores[0], per_rank="take"), whole_tree())
+    assert_equal(tc.load(stores[0], fallback=tc.Fallback(per_rank="take")), whole_tree())
 
 
 def test_a_killed_save_leaves_nothing_that_is_seen(s3: S3) -> None:
@@ -363,7 +363,7 @@ def test_mapping_an_object_is_refused(s3: S3) -> None:
     store = s3.store()
     tc.save(store, {"w": array(1)})
     with pytest.raises(tc.StoreError, match=r"expected a file on a disk.*Load without mmap"):
-        tc.load(store, mmap=True)
+        tc.load(store, read=tc.ReadOptions(mmap=True))
 
 
 # what stands between --------------------------------------------------------------------------------------------------
@@ -374,7 +374,10 @@ def test_mapping_an_object_is_refused(s3: S3) -> None:
 def test_a_web_page_in_the_place_of_an_answer_is_no_damage(s3: S3, match: str, headers: dict[str, str]) -> None:
     tree = {"w": array(2)}
     tc.save(s3.store(url := s3.url()), tree)
-    lists: list[Callable[[Any], object]] = [tc.verify, lambda store: tc.load(store, on_corrupt="skip")]
+    lists: list[Callable[[Any], object]] = [
+        tc.verify,
+        lambda store: tc.load(store, fallback=tc.Fallback(on_corrupt="skip")),
+    ]
     plain: list[Callable[[Any], object]] = [
         tc.load,
         lambda store: tc.load_into(store, {"w": np.zeros_like(tree["w"])}),

@@ -71,7 +71,7 @@ TREE = {"w": np.zeros((60, 1 << 20), np.uint8)}
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_save_in_the_background_shows_how_far_it_is(tmp_path: Path, writer: Any) -> None:
     comm = SoloComm()
-    pending = tc.save_async(Slow(tmp_path), TREE, comm=comm, writer=writer, step=7)
+    pending = tc.save_async(Slow(tmp_path), TREE, comm=comm, background=tc.BackgroundOptions(writer=writer), step=7)
     check(watch(tmp_path, pending.done), 60 << 20, tmp_path)
     pending.result(60)
     session(comm).writer.end()

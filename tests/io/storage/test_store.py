@@ -377,7 +377,7 @@ def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     import numpy as np
 
     tc.save(tmp_path / "c", {f"k{n}": np.arange(100) for n in range(50)}, max_shard_bytes=1000)
-    tc.load(tmp_path / "c", copy=True)
+    tc.load(tmp_path / "c", read=tc.ReadOptions(copy=True))
     tc.verify(tmp_path / "c")
     tc.inspect(tmp_path / "c")
     assert files_open(tmp_path) == []

@@ -351,7 +351,8 @@ def child_of_rank(node: PerRankNode, rank: int, path: str) -> Structure:
         path,
         expected=f"state of rank {rank}",
         found=f"state of {count} other rank{'s' * (count != 1)}",
-        hint="The world size changed: leave this leaf out with `...` in like, or pass per_rank='take'",
+        hint="The world size changed: leave this leaf out with `...` in like, or pass "
+        "fallback=Fallback(per_rank='take')",
     )
 
 

@@ -80,7 +80,7 @@ def linked_file(path: Path, links: bool | Path) -> Path:
         found = "a link that leads nowhere"
         raise CorruptError(str(path), expected="a regular file", found=found, hint=hint) from error
     if links is not True and not (links and real.is_relative_to(os.path.realpath(links))):
-        hint = "follow_links=True (--follow-links) reads it, if you trust who made the link"
+        hint = "follow_links=True (loads: of ReadOptions; --follow-links) reads it, if you trust who made the link"
         found = f"a link to {real}, which is not in {links}"
         raise StoreError(str(path), expected="a regular file", found=found, hint=hint)
     return real

@@ -28,7 +28,10 @@ from ...errors import CheckpointError, CorruptError
 from .memory import aligned_buffer
 from .store import TEXT, Store
 
-_ELSE = "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, on_corrupt='skip')"
+_ELSE = (
+    "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, "
+    "fallback=treeckpt.Fallback(on_corrupt='skip'))"
+)
 _RESTORE = f"The file was lost, changed or cut short; restore it from a copy, {_ELSE}"
 STEP = 8 << 20
 """Bytes that are verified at a time."""

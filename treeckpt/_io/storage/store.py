@@ -378,6 +378,11 @@ def exists_error(store: Store, name: str) -> CheckpointExists:
     )
 
 
+def _open_local(directory: Path) -> LocalStore:
+    """Opens a store in the writer process, which has no public module to find the class in."""
+    return LocalStore(directory)
+
+
 def _where_links_lead(directory: Path, follow_links: bool) -> bool | Path:
     """Returns the argument `links` of `open_regular` for a directory."""
     real = Path(os.path.realpath(directory))
@@ -411,7 +416,7 @@ class LocalStore(Store):
     def address(self) -> bytes | None:
         if type(self) is not LocalStore:  # its own state may be of this process alone
             return super().address()
-        return pickle.dumps(PickledCall(LocalStore, self.directory))
+        return pickle.dumps(PickledCall(_open_local, self.directory))
 
     @property
     def traits(self) -> StoreTraits:
