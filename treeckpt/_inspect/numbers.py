@@ -263,7 +263,7 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
         None where elements are no numbers.
     """
     itemsize = dtype_of(dtype).itemsize
-    found = Moments()
+    moments = Moments()
     with np.errstate(all="ignore"):
         for start in range(0, max(len(data), 1), BATCH * itemsize):
             numbers = _numbers(data[start : start + BATCH * itemsize], dtype, itemsize)
@@ -272,8 +272,8 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
             part = _batch(np.abs(numbers) if numbers.dtype.kind == "c" else numbers.reshape(-1))
             if part.largest >= MAX_EXACT_INTEGER:
                 part = _exact(part, data[start : start + BATCH * itemsize], dtype)
-            found = merged(found, part) if start else part
-    return found
+            moments = merged(moments, part) if start else part
+    return moments
 
 
 def _exact(part: Moments, data: np.ndarray, dtype: str) -> Moments:
@@ -379,7 +379,7 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
     if probe is None or not height or not width or probe.ndim != 1:
         return None
     down, across = (_edges(size, most) for size, most in ((height, IMAGE_ROWS), (width, IMAGE_COLUMNS)))
-    found = np.zeros((len(down) - 1, len(across) - 1))
+    extremes = np.zeros((len(down) - 1, len(across) - 1))
     for row in range(len(down) - 1):
         band = data[down[row] : down[row + 1]]
         for first, last in _spans(across, BATCH // len(band)):
@@ -388,11 +388,11 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
             assert values is not None, "the first of them is a number"
             real = np.abs(values) if values.dtype.kind == "c" else values
             starts = across[first:last] - across[first]
-            found[row, first:last] = _extremes(real.reshape(len(band), -1), starts)
-    finite = np.isfinite(found)
-    limit = float(np.abs(found, where=finite, out=np.zeros_like(found)).max())
+            extremes[row, first:last] = _extremes(real.reshape(len(band), -1), starts)
+    finite = np.isfinite(extremes)
+    limit = float(np.abs(extremes, where=finite, out=np.zeros_like(extremes)).max())
     with np.errstate(invalid="ignore", over="ignore"):
-        shares = np.where(finite, found / limit if limit else 0.0, 0.0)
+        shares = np.where(finite, extremes / limit if limit else 0.0, 0.0)
     cells = np.where(finite, np.rint(shares * 127), NOT_FINITE_CELL).astype(np.int8)
     height, width = cells.shape
     return NumberImage(height, width, limit, cells.tobytes())
@@ -417,5 +417,5 @@ def _extremes(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Returns of each run of columns the element with the largest absolute value; NaN if one is not finite."""
     low = np.minimum.reduceat(values.min(0), starts)
     high = np.maximum.reduceat(values.max(0), starts)
-    found = np.where(-low > high, low, high)
-    return np.where(np.isfinite(low) & np.isfinite(high), found, math.nan)
+    extremes = np.where(-low > high, low, high)
+    return np.where(np.isfinite(low) & np.isfinite(high), extremes, math.nan)

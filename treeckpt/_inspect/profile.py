@@ -67,8 +67,8 @@ def differing_clocks(timings: Timings) -> tuple[HostClock, ...]:
         return ()
     usual = sorted(end for end, _ in ends)[(len(ends) - 1) // 2]
     reach = max(max(abs(span.start_ns), abs(span.stop_ns)) for span in timings.spans)
-    found = [HostClock(host.name, host.ranks, end - usual) for end, host in ends]
-    differing = [clock for clock in found if TOLERANCE_NS <= abs(clock.ahead_ns) < MAX_TIME - reach]
+    clocks = [HostClock(host.name, host.ranks, end - usual) for end, host in ends]
+    differing = [clock for clock in clocks if TOLERANCE_NS <= abs(clock.ahead_ns) < MAX_TIME - reach]
     return tuple(sorted(differing, key=lambda clock: -abs(clock.ahead_ns)))
 
 
@@ -291,7 +291,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
     counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
     moved = np.zeros(len(spans.names), np.int64)
     np.add.at(moved, spans.name, spans.nbytes)
-    found: list[PhaseTime] = []
+    phases: list[PhaseTime] = []
     edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
     for number, text in enumerate(spans.names):
         ours = times[edges[number] : edges[number + 1]]
@@ -300,7 +300,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
         slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
-        found.append(
+        phases.append(
             PhaseTime(
                 text,
                 len(ours),
@@ -311,7 +311,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
                 slowest=slowest,
             )
         )
-    return tuple(found)
+    return tuple(phases)
 
 
 def span_lanes(spans: Sequence[Span]) -> list[int]:

@@ -138,15 +138,15 @@ class LayerChange(msgspec.Struct, frozen=True):
 
 def layer_of(path: str) -> str:
     """Returns the part of a path that names its layer: up to the first number, or else up to the last key."""
-    found = _LAYER.match(path)
-    return found[1] if found is not None else path.rpartition("/")[0]
+    match = _LAYER.match(path)
+    return match[1] if match is not None else path.rpartition("/")[0]
 
 
 def relative_changes(before: ArrayLike, change: ArrayLike, not_finite: ArrayLike) -> np.ndarray:
     """Returns change over norm; infinity where elements became or were not finite, or where zeros changed."""
     with np.errstate(all="ignore"):
-        found = np.where(np.equal(change, 0), 0.0, np.divide(change, before))
-    return np.where(np.greater(not_finite, 0) | np.isnan(found), np.inf, found)
+        relative = np.where(np.equal(change, 0), 0.0, np.divide(change, before))
+    return np.where(np.greater(not_finite, 0) | np.isnan(relative), np.inf, relative)
 
 
 def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[LayerChange]:
@@ -168,18 +168,18 @@ def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> li
         norms = {name: np.sqrt(total(np.square(columns[name]))) for name in ("before", "after", "change")}
         dots = np.where(np.isnan(columns["cosine"]), 0.0, columns["cosine"]) * columns["before"] * columns["after"]
         cosine = np.clip(total(dots) / (norms["before"] * norms["after"]), -1.0, 1.0)
-    found = [
+    changes = [
         LayerChange(
             layer=layer,
             arrays=int(arrays),
             changed=int(changed),
-            before=float(norms["before"][at]),
-            after=float(norms["after"][at]),
-            change=float(norms["change"][at]),
-            cosine=float(cosine[at]) if np.isfinite(cosine[at]) else None,
+            before=float(norms["before"][number]),
+            after=float(norms["after"][number]),
+            change=float(norms["change"][number]),
+            cosine=float(cosine[number]) if np.isfinite(cosine[number]) else None,
             not_finite=int(not_finite),
         )
-        for (layer, at), arrays, changed, not_finite in zip(
+        for (layer, number), arrays, changed, not_finite in zip(
             numbers.items(),
             total(np.ones(len(group))),
             total(columns["changed"] > 0),
@@ -187,4 +187,4 @@ def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> li
             strict=True,
         )
     ]
-    return sorted(found, key=lambda one: (-one.relative, one.layer))
+    return sorted(changes, key=lambda one: (-one.relative, one.layer))

@@ -71,10 +71,10 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
 
 def saves_under_way(folder: Store, records: Sequence[str]) -> tuple[SaveUnderWay, ...]:
     """Returns the saves that have these progress records in a folder, in the order of their start."""
-    found: dict[str, list[Progress]] = {}
+    by_save: dict[str, list[Progress]] = {}
     for record in read_progress(folder, records):
-        found.setdefault(record.save_id, []).append(record)
-    return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
+        by_save.setdefault(record.save_id, []).append(record)
+    return tuple(sorted((_merge_records(records) for records in by_save.values()), key=lambda save: save.started_ns))
 
 
 def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:

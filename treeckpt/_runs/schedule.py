@@ -382,8 +382,8 @@ def training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> An
     from ..training import state
 
     asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
-    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
-    given = {name: one for name, one in parts.items() if one is not None}
+    parts: dict[str, Any] = {name: None if thing is False else thing for name, thing in asked.items()}
+    given = {name: thing for name, thing in parts.items() if thing is not None}
     for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
         if is_value(leaf):
             raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")

@@ -109,13 +109,13 @@ class _ColumnFiles(Generic[C]):
         except OSError:
             return False
         with contextlib.suppress(OSError):  # another program deletes there, too
-            files = sorted(self.directory.iterdir(), key=lambda one: one.stat().st_mtime_ns)
-            over = sum(one.stat().st_size for one in files) - self._limit
-            for one in files:
+            files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            over = sum(path.stat().st_size for path in files) - self._limit
+            for path in files:
                 if over <= 0:
                     break
-                over -= one.stat().st_size
-                one.unlink()
+                over -= path.stat().st_size
+                path.unlink()
         return True
 
 
@@ -138,11 +138,11 @@ class LeafStatistics:
 
     def row(self, at: int) -> Moments:
         """Returns the statistics in one row."""
-        found = {name: self.columns[name][at].item() for name in MOMENTS}
+        values = {name: self.columns[name][at].item() for name in MOMENTS}
         for name in ("low", "high"):
             if not math.isnan(rest := self.columns[f"{name}_rest"][at].item()):
-                found[name] = int(found[name]) + int(rest)
-        return Moments(**found)
+                values[name] = int(values[name]) + int(rest)
+        return Moments(**values)
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -151,8 +151,8 @@ class LeafStatistics:
 
     def row_of(self, path: str) -> int | None:
         """Returns the row of the array at a path; None if there is none, or none of numbers."""
-        found = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
-        return int(found[0]) if len(found) else None
+        rows = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
+        return int(rows[0]) if len(rows) else None
 
 
 def _rest(number: float) -> float:
@@ -175,8 +175,8 @@ class StatisticsStore(_ColumnFiles[StatisticsHead]):
 
     def find(self, url: str, save_id: str | None) -> LeafStatistics | None:
         """Returns the statistics of a save in the folder `url`, whether or not its files have changed since."""
-        found = self.read(cache_key((url, save_id))) if save_id is not None else None
-        return LeafStatistics(*found) if found is not None and found[0].save_id == save_id else None
+        kept = self.read(cache_key((url, save_id))) if save_id is not None else None
+        return LeafStatistics(*kept) if kept is not None and kept[0].save_id == save_id else None
 
     def record(self, url: str, index: Index, fingerprint: str, ended_ns: int, found: Mapping[int, Moments]) -> bool:
         """Keeps the statistics of the arrays of a save, by leaf number; returns whether they could be written."""
@@ -218,16 +218,16 @@ class ChangeStore(_ColumnFiles[ChangesHead]):
 
     def find(self, a: ComparedSave, b: ComparedSave) -> dict[str, np.ndarray] | None:
         """Returns the columns of the comparison of two saves; None if there is none of their files as they are."""
-        found = self.read(cache_key((a.url, a.save_id), (b.url, b.save_id)))
-        if found is None:
+        kept = self.read(cache_key((a.url, a.save_id), (b.url, b.save_id)))
+        if kept is None:
             return None
-        known = (found[0].a.save_id, found[0].a.fingerprint, found[0].b.save_id, found[0].b.fingerprint)
-        return found[1] if known == (a.save_id, a.fingerprint, b.save_id, b.fingerprint) else None
+        known = (kept[0].a.save_id, kept[0].a.fingerprint, kept[0].b.save_id, kept[0].b.fingerprint)
+        return kept[1] if known == (a.save_id, a.fingerprint, b.save_id, b.fingerprint) else None
 
     def record(self, a: ComparedSave, b: ComparedSave, measured: Iterable[tuple[Leaf, Leaf, Delta]]) -> bool:
         """Keeps the differences of pairs of arrays; returns whether they could be written."""
         pairs = list(measured)
         columns = {name: [getattr(delta, name) for _, _, delta in pairs] for name in NUMBERS}
-        columns = {name: [math.nan if one is None else one for one in column] for name, column in columns.items()}
+        columns = {name: [math.nan if n is None else n for n in column] for name, column in columns.items()}
         columns |= {"leaf_a": [x.number for x, _, _ in pairs], "leaf_b": [y.number for _, y, _ in pairs]}
         return self.write(cache_key((a.url, a.save_id), (b.url, b.save_id)), ChangesHead(len(pairs), a, b), columns)

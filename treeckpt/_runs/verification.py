@@ -162,13 +162,13 @@ def verify_folder(
         moments = LeafMoments(one.index) if statistics is not None else None
         return verify_checkpoint(one, on_shard=on_shard, moments=moments), one, moments
 
-    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda found: found[0].problems)
+    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda result: result[0].problems)
     index = checkpoint.index
     fingerprint = fingerprint_of(entries, index.save_id)
-    found = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
-    if statistics is not None and moments is not None and found.ok:
-        statistics.record(folder.place, index, found.fingerprint, found.ended_ns, moments.found())
-    return report, found
+    verification = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
+    if statistics is not None and moments is not None and verification.ok:
+        statistics.record(folder.place, index, verification.fingerprint, verification.ended_ns, moments.found())
+    return report, verification
 
 
 def verification_of(report: VerifyReport, save_id: str, fingerprint: str, by: str, *, index: bytes) -> Verification:
@@ -207,7 +207,7 @@ def found_part(save_id: str, fingerprint: str, problems: list[DamagedPart], *, b
 
 def shown_parts(problems: Sequence[Problem]) -> list[DamagedPart]:
     """Returns what is kept of problems."""
-    return [DamagedPart(one.file, one.text[:MAX_TEXT]) for one in problems[:MAX_PROBLEMS]]
+    return [DamagedPart(problem.file, problem.text[:MAX_TEXT]) for problem in problems[:MAX_PROBLEMS]]
 
 
 _DECODER = msgspec.json.Decoder(Verification)
@@ -235,17 +235,17 @@ class VerificationStore:
             beside: whether the folder has a file that says that the save is damaged: only then is it read. It counts,
                 unless this user's cache has a later verification that found all intact, and could not remove it.
         """
-        found = self._find(_file_name(folder, save_id)) if save_id is not None else None
-        if save_id is None or found is None or found.save_id != save_id or (found.beside and not beside):
-            found = None
+        cached = self._find(_file_name(folder, save_id)) if save_id is not None else None
+        if save_id is None or cached is None or cached.save_id != save_id or (cached.beside and not beside):
+            cached = None
         if beside and save_id is not None:
             verdict = _read_beside(folder, save_id)
-            if verdict is not None and (found is None or found.total or found.ended_ns < verdict.ended_ns):
+            if verdict is not None and (cached is None or cached.total or cached.ended_ns < verdict.ended_ns):
                 return verdict
-        if save_id is None or found is None:
+        if save_id is None or cached is None:
             return None
-        changed = fingerprint_of(folder.entries(), save_id) != found.fingerprint
-        return None if changed and not found.total else msgspec.structs.replace(found, changed=changed)
+        changed = fingerprint_of(folder.entries(), save_id) != cached.fingerprint
+        return None if changed and not cached.total else msgspec.structs.replace(cached, changed=changed)
 
     @property
     def version(self) -> int:
