@@ -19,7 +19,7 @@ from treeckpt._runs.statistics_store import LeafStatistics
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .verify_jobs import VerifyJob
+from .verify import VerifyJob
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 

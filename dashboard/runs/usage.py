@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt._core.text import visible
-from treeckpt._inspect.deletion import Removal, RetainedDirectory
+from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from treeckpt._runs.catalog import CheckpointInfo
-from treeckpt._runs.run import CleanReport, RunDirectory
-from treeckpt.errors import TreeckptError
+from treeckpt._runs.run import RunDirectory
+from treeckpt.errors import TreeckptError, visible
 from treeckpt.policy import All, Policy, keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, next_start, status_of

@@ -46,6 +46,11 @@ def key_of(url: str, entry: DirectoryEntry) -> str:
     return hashlib.blake2s(text, digest_size=16).hexdigest()
 
 
+def tells_versions(entry: DirectoryEntry) -> bool:
+    """Whether another file of the same name and size has another key; some stores know no times and no numbers."""
+    return bool(entry.modified_ns or entry.number)
+
+
 class Cache:
     """The cache directory. If there is none, or it cannot be written, a temporary one that is deleted at the end.
 
@@ -111,6 +116,8 @@ class Cache:
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """Returns `read()`, or its result from before, also of an earlier program. Errors are kept in memory only."""
+        if not tells_versions(entry):
+            return read()
         return self._memory.get_or_read(key, entry, lambda: self._recall_stored(key, entry, read))
 
     def _recall_stored(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:

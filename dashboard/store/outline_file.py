@@ -21,7 +21,7 @@ import numpy as np
 from treeckpt._core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt._core.sharding.int_runs import Runs
 from treeckpt._core.tree.structure import Structure
-from treeckpt._foreign.foreign_records import ForeignIndex
+from treeckpt._foreign.foreign_checkpoint import ForeignIndex
 from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
 from treeckpt._runs.catalog import Summary, summarize_index
 

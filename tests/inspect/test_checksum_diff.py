@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.indexes import index_of
-from treeckpt._core.format.chunks import GridChunks, WholeChunk
-from treeckpt._core.format.records import ArrayRecord
+from treeckpt._core.format.records import ArrayRecord, GridChunks, WholeChunk
 from treeckpt._core.format.shard_header import hash_block
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._inspect.diff import Checksums, compare_checksums

@@ -4,14 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.file_names import (
-    PIN_NAME,
-    deleted_name,
-    lease_name,
-    parse_file_name,
-    step_name,
-    verdict_name,
-)
+from treeckpt._core.format.files import PIN_NAME, deleted_name, lease_name, parse_file_name, step_name, verdict_name
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.deletion import (

@@ -11,8 +11,17 @@ import msgspec
 
 from .. import _api
 from .._core.format.byte_map import layout_of, locate_chunks
-from .._core.format.chunks import DeferredChunks, NoChunks
-from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
+from .._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    DeferredChunks,
+    Index,
+    Leaf,
+    NoChunks,
+    PerRankArrays,
+    PerRankValues,
+    ValueRecord,
+)
 from .._core.sharding.int_runs import length_of
 from .._core.text import (
     blob_text,
@@ -27,16 +36,16 @@ from .._core.text import (
     value_text,
     value_type,
 )
-from .._core.tree.globs import similar_paths
+from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import KeyTextCache, PerRankNode, Structure
 from .._core.tree.value_codec import Value
 from .._inspect.diff import leaf_text
 from .._inspect.outline import Outline, OutlineRow
-from .._io.storage.local_read import read_head
-from .._io.storage.metadata_files import NewestIndex
+from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.local_files import read_head
 from .._io.storage.open import open_store
-from .._loading.one_checkpoint import opened
+from .._loading.run_load import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.progress_bar import stores_bar

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from .. import _api
-from .._core.format.file_names import is_step_name
+from .._core.format.files import is_step_name
 from .._core.format.index import INDEX_NAME
 from .._core.text import bytes_text, count_text, json_number, number_text, seconds_text
 from .._inspect.ranking import reason_of
-from .._io.storage.metadata_files import read_index_bytes
+from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
 from .._report.terminal import print_json, print_line, print_table

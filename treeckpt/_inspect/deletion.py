@@ -7,7 +7,7 @@
    them is older than the grace period.
 3. An interrupted deletion is recognized by its `deleted.<save id>.json`, and is finished at once.
 
-A save is alive while a process runs that keeps a progress record of it (`_core.format.save_progress`). It is dead in
+A save is alive while a process runs that keeps a progress record of it (`_core.format.files`). It is dead in
 three cases: the process of its coordinator, which alone could commit it, has ended; or the coordinator has removed its
 record and the timings record a failure; or the coordinator has removed its record and an index was published after all
 shards of the save, so that another save has replaced it. Timings alone keep nothing from being deleted; those that
@@ -26,18 +26,18 @@ from typing import Literal
 
 import msgspec
 
-from .._core.format.file_names import (
+from .._core.format.files import (
     CheckpointFile,
     deleted_name,
     final_name,
     is_undecided,
     parse_file_name,
+    parse_progress_name,
     step_name,
 )
 from .._core.format.index import INDEX_NAME
-from .._core.format.save_progress import parse_progress_name
 from .._core.format.shard_header import saves_of_all_ranks
-from .._core.text import visible
+from ..errors import visible
 from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 _NO_SAVE = "0" * 16

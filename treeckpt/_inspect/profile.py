@@ -20,7 +20,8 @@ import numpy as np
 
 from .._core.format.timings import BLOCKING, MAX_TIME, Span, Timings
 from .._core.sharding.int_runs import Runs, decode_runs
-from .._core.text import seconds_text, visible
+from .._core.text import seconds_text
+from ..errors import visible
 
 AGREEMENT = "agree"
 """The phase that ends on all ranks at one time."""

@@ -25,7 +25,8 @@ from .._core.format.records import Index
 from .._core.format.timings import BLOCKING, Host, Timings
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.placements import Mesh, MeshLayout, mesh_ranks
-from .._core.text import seconds_text, visible
+from .._core.text import seconds_text
+from ..errors import visible
 from .profile import (
     COORDINATOR_PHASES,
     LATE_CALL,

@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from .._core.format.save_progress import Progress, SavePhase, fraction_of, progress_name
+from .._core.format.files import Progress, SavePhase, fraction_of, progress_name
 from .._core.text import bytes_text, count_text, seconds_text
-from .._io.storage.progress_file import is_alive, read_progress
+from .._io.storage.kept_files import is_alive, read_progress
 from .._io.storage.store import Store
 
 STALLED_SECONDS = 60.0

@@ -21,29 +21,33 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of, verdict_name
+from .._core.format.files import (
+    PIN_NAME,
+    is_step_name,
+    parse_file_name,
+    parse_progress_name,
+    step_of,
+    stored_name,
+    verdict_name,
+)
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .._core.format.records import ArrayRecord, Index, PerRankArrays
-from .._core.format.save_progress import parse_progress_name
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
-from .._core.format.sidecars import stored_name
 from .._core.format.timings import Timings
 from .._core.sharding.int_runs import length_of
 from .._core.sharding.placements import Layout, MeshLayout, Replicate
-from .._core.text import visible
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage import metadata_files
-from .._io.storage.bucket import is_url, local_path
-from .._io.storage.metadata_files import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage import checkpoint
+from .._io.storage.checkpoint import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run, open_store
-from .._io.storage.run_store import RunStore
 from .._io.storage.shard_reader import check_missing
-from .._io.storage.store import DirectoryEntry, Store
+from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
-from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
+from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
 from .verification import Verification, VerificationStore
@@ -374,7 +378,7 @@ def read_timings(path: str | os.PathLike[str] | Store, *, save_id: str | None = 
     folder = path if not isinstance(path, (str, os.PathLike)) else open_store(path)
     if save_id is None:
         with contextlib.suppress(TreeckptError):
-            save_id = metadata_files.read_index(folder).save_id
+            save_id = checkpoint.read_index(folder).save_id
     return read_timings_file(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
@@ -400,7 +404,7 @@ def read_timings_file(folder: Store, name: str) -> Timings:
     """
     label = visible(f"{folder.place}/{name}")
     try:
-        timings = metadata_files.read_timings(folder, name.split(".")[1])
+        timings = checkpoint.read_timings(folder, name.split(".")[1])
     except OSError as error:
         raise wrap_read_error(error, label, kind=CorruptError) from error
     if timings is None:

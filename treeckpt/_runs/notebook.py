@@ -6,7 +6,7 @@ import time
 
 from .._core.html import Child, Html, el, facts, joined, table
 from .._core.text import bytes_text, seconds_text, time_text
-from .._io.storage.run_store import RunStore
+from .._io.storage.store import RunStore
 from .active_saves import under_way_text
 from .catalog import CheckpointInfo, scan
 

@@ -3,13 +3,13 @@
 By default a checkpoint is complete if its index decodes and every shard that it names has its size; only the index is
 read for that. On request everything is read and compared with its checksums.
 
-A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.index_lock`; (2) if the
+A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the
 index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
 on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
 goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
 with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
 
-`reader_leases` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
+`kept_files` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
@@ -43,23 +43,24 @@ from .._inspect.deletion import (
     plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.bucket import is_url
-from .._io.storage.foreign_formats import describe_foreign, refuse_file
-from .._io.storage.index_lock import hold_lock, index_state, take_index
-from .._io.storage.leftovers import (
+from .._io.storage.checkpoint import KnownIndex, NewestIndex
+from .._io.storage.deletions import (
     GRACE,
     delete_files,
     deletion_times,
     file_facts,
+    hold_lock,
     index_of_save,
+    index_state,
     plan_removal,
     remove_leftovers,
+    take_index,
 )
-from .._io.storage.metadata_files import KnownIndex, NewestIndex
+from .._io.storage.foreign_formats import describe_foreign, refuse_file
+from .._io.storage.kept_files import has_readers
+from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run, open_store
-from .._io.storage.reader_leases import has_readers
-from .._io.storage.run_store import RunStore
-from .._io.storage.store import Store
+from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
 from ..policy import Best, Policy, best_of, unmeasured_text

@@ -38,7 +38,7 @@ from .._core.format.decoding import decode_msgpack
 from .._core.tree.flatten import flatten
 from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
-from .._io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
+from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
 from ..errors import RankError, TreeckptError
 
 _LOADERS = ("torch.utils.data", "torchdata")

@@ -25,7 +25,7 @@ from .._core.format.decoding import decode_json
 from .._core.format.records import Index, Leaf
 from .._inspect.numbers import Moments
 from .._inspect.ranking import Ranking, rank_unusual
-from .._io.storage.bucket import is_url, local_path
+from .._io.storage.local_store import is_url, local_path
 from .._loading.compare import Delta
 
 MAX_LINE = 1 << 16

@@ -5,9 +5,9 @@ import pytest
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt._api import inspect as read_index
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._loading.run_load import inspect as read_index
 from treeckpt.errors import LayoutError
 from treeckpt_dashboard.compare import reshard_plan
 from treeckpt_dashboard.compare.reshard_plan import parse_mesh, parse_rules, plan_reshard

@@ -11,7 +11,7 @@ from treeckpt._core.sharding.dtypes import dtype_of
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard, StridedShard, held_by, local_shape
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.storage.checkpoint import Checkpoint
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.timing import Recorder
 from treeckpt._loading.read_batch import BatchOptions, ReadBatch
 from treeckpt.errors import LayoutError
@@ -93,8 +93,7 @@ def test_work_is_bounded_and_ranks_left_out_are_spread(saved):
 
 def test_rows_that_lie_apart_count_as_many_reads():
     """A column of a large array costs a read a row: that is refused before it is planned."""
-    from treeckpt._core.format.chunks import WholeChunk
-    from treeckpt._core.format.records import ArrayRecord, FileTable, Index
+    from treeckpt._core.format.records import ArrayRecord, FileTable, Index, WholeChunk
     from treeckpt._core.tree.structure import DictNode
 
     spec = ArraySpec((1 << 20, 1 << 18), "uint8")

@@ -15,7 +15,7 @@ from treeckpt._core.format.lineage import Lineage
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.verification import Verification
 from treeckpt.policy import Best, parse_keep
-from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
+from treeckpt_dashboard.runs.summary import resume_facts, save_pace, shell_quoted
 
 SECOND, NOW = 10**9, 2 * 10**18
 INTACT = Verification(

@@ -11,7 +11,7 @@ from tests.dashboard.helpers import page, steps
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
-from treeckpt._core.format.file_names import PIN_NAME
+from treeckpt._core.format.files import PIN_NAME
 from treeckpt._io.storage.store import StoreTraits
 from treeckpt.policy import parse_keep
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page
