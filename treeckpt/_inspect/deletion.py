@@ -62,14 +62,14 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
 
     name: str
     status: Literal["complete", "partial", "corrupt", "unread"]
-    """unread: it could not be read; nothing is known of it, and it stays."""
+    """The state of its checkpoint. Of an unread one, which could not be read, nothing is known, and it stays."""
     modified_ns: int
     files: tuple[FileInfo, ...]
     save_id: str | None = None
     """The save id in the index; None where there is no index, or it cannot be read."""
     problem: str = ""
     path: str = ""
-    """Its path or URL; empty where none is to be named."""
+    """The path or URL of the directory; empty where none is to be named."""
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -90,8 +90,8 @@ class Removal(msgspec.Struct, frozen=True):
     what: Literal["checkpoint", "leftovers"]
     reason: str
     files: tuple[str, ...]
-    """In the order of their deletion. The index of a checkpoint is first; what proves that the save of other files has
-    ended comes behind these, see `proof_order`."""
+    """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
+    files has ended comes behind these, see `proof_order`."""
     nbytes: int
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""

@@ -146,7 +146,7 @@ class ElementStats(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     norm: float | None
-    """Euclidean."""
+    """The Euclidean norm."""
     edges: tuple[float, ...]
     """Edges of the bins, one more than there are bins; empty where no element is finite."""
     bins: tuple[int, ...]
@@ -214,7 +214,7 @@ class Moments(msgspec.Struct, frozen=True):
     spread: float = 0.0
     """Root of the sum of squared differences from the mean."""
     norm: float = 0.0
-    """Euclidean."""
+    """The Euclidean norm."""
 
     @property
     def finite(self) -> int:

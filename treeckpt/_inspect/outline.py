@@ -34,9 +34,9 @@ class OutlineRow(msgspec.Struct, frozen=True):
     """One node of a tree."""
 
     number: int
-    """Its place among all nodes, breadth first from the root, 0."""
+    """The place of the node among all, breadth first from the root, which has 0."""
     node: str
-    """Positions from the root."""
+    """The positions that lead to it from the root."""
     key: str
     """The last key of its path."""
     path: str
@@ -46,7 +46,7 @@ class OutlineRow(msgspec.Struct, frozen=True):
     """The class of a namedtuple, dataclass or registered node, else empty."""
     children: int
     first: int
-    """Number of its first leaf; its own for a leaf."""
+    """The number of the first leaf of its subtree; for a leaf, its own."""
     leaves: int
     nbytes: int
     """Stored bytes of the subtree's arrays; shared storage counts where it was written."""
@@ -80,7 +80,7 @@ class OutlineColumns(NamedTuple):
     sums: np.ndarray
     """Stored bytes of all leaves before each one, then of all, int64."""
     spec: np.ndarray
-    """As in `LeafColumns`."""
+    """Of each leaf, the number of its spec in the index, int32; -1 for a leaf that is no array."""
     paths: bytes | memoryview
     path_ends: np.ndarray
     """Where the path of each leaf ends, int64."""

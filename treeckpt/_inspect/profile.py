@@ -48,7 +48,7 @@ class HostClock(msgspec.Struct, frozen=True):
     name: str
     ranks: Runs
     ahead_ns: int
-    """Negative if it is behind."""
+    """Nanoseconds by which the clock is ahead; negative if it is behind."""
 
 
 def differing_clocks(timings: Timings) -> tuple[HostClock, ...]:
@@ -116,7 +116,7 @@ class RankTime(msgspec.Struct, frozen=True):
     stop_ns: int
     busy_ns: int
     nbytes: int
-    """Bytes that it wrote."""
+    """The bytes that the rank wrote."""
     blocked_ns: int | None = None
     """When the call of a background save returned; None for a save in the foreground."""
 
@@ -127,14 +127,14 @@ class SaveProfile(msgspec.Struct, frozen=True):
     start_ns: int
     stop_ns: int
     phases: tuple[PhaseTime, ...]
-    """In the order in which they first began."""
+    """The phases in the order in which they first began."""
     ranks: tuple[RankTime, ...]
     slowest: int | None
     """The rank with the most work; None where there are no spans."""
     slowdown: float
-    """Its work divided by the median rank's."""
+    """The work of the slowest rank divided by that of the median rank."""
     median_ns: int = 0
-    """The median rank's work."""
+    """Nanoseconds of work of the median rank."""
     blocked_ns: int | None = None
     """When the call of the last rank returned; None for a save in the foreground."""
 
@@ -158,7 +158,7 @@ class SpanColumns:
     """Spans as columns, sorted by rank and then as recorded; without the spans named BLOCKING."""
 
     names: tuple[str, ...]
-    """In the order in which they first began."""
+    """The names of spans, in the order in which spans with them first began."""
     name: np.ndarray
     """int64[n], as all columns below: position of the span's name in `names`."""
     rank: np.ndarray

@@ -20,7 +20,7 @@ MIN_GROUP = 4
 UNUSUAL_FACTOR = 4.0
 """A root mean square so many times the group's median, or one part in so many of it, is unusual."""
 UNUSUAL_PEAK = 50.0
-"""So is a largest value so many times the root mean square, where it is UNUSUAL_FACTOR times that of the group."""
+"""A largest value so many times the root mean square is unusual where it is UNUSUAL_FACTOR times that of the group."""
 ZERO_SCORE, NOT_FINITE_SCORE = 1e3, 1e6
 _LAYER = re.compile(r"(.*?(?:^|[/._])[0-9]+)(?:[/.]|$)")
 """A path up to its first key or module name that is a number."""
@@ -121,12 +121,12 @@ class LayerChange(msgspec.Struct, frozen=True):
     changed: int
     """Arrays of which a bit differs."""
     before: float
-    """Euclidean norm."""
+    """The Euclidean norm before; `after` likewise."""
     after: float
     change: float
-    """Norm of the difference."""
+    """The Euclidean norm of the difference."""
     cosine: float | None
-    """Of the angle between the two; None where one is zero."""
+    """The cosine of the angle between the values before and after; None where one of them is zero."""
     not_finite: int
     """Changed elements of which one is infinite or not a number."""
 

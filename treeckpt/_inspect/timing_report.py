@@ -47,7 +47,7 @@ MIN_SLOWDOWN = 1.2
 MIN_LOSS_NS = 1_000_000
 """Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
 MIN_SHARE = 0.01
-"""Part of the duration of the save below which a loss is none either."""
+"""The part of the duration of a save below which the loss of a rank makes no straggler of it."""
 MAX_STEPS = 1000
 MIN_WAIT_SHARE = 0.1
 """The share of a save below which the wait for the last call is not worth a sentence."""
@@ -63,7 +63,7 @@ class PhaseMatrix:
     times: np.ndarray
     """int64[rows, phases]: nanoseconds, -1 where a row has no such phase."""
     slowest: np.ndarray
-    """int64[rows, phases]: the rank whose time it is."""
+    """int64[rows, phases]: the rank whose time stands in `times`."""
 
 
 class Straggler(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class Straggler(msgspec.Struct, frozen=True):
 
     rank: int
     phase: str
-    """Empty for all the work that ranks have in common."""
+    """The phase in which it was slow; empty for all the work that ranks have in common."""
     ns: int
     median_ns: int
     score: float

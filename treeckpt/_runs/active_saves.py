@@ -35,17 +35,17 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     step: int | None
     world: int
     ranks: int
-    """Ranks that have a record: those that have not ended yet."""
+    """The number of ranks that have a record: those that have not ended yet."""
     phase: SavePhase
-    """write, as long as any of these ranks writes."""
+    """The phase of the save: write, as long as any rank with a record writes."""
     written: int
     planned: int
-    """Bytes of these ranks."""
+    """The bytes that the ranks with a record are to write; `written` is how many of them they have written."""
     started_ns: int
     updated_ns: int
     """Unix time of the newest record."""
     done: int = 0
-    """How many of these ranks' bytes are all durable."""
+    """The number of ranks with a record whose bytes are all durable."""
     alive: bool | None = None
     """Whether it may still be committed: False once its coordinator's process has ended, None if not known."""
 

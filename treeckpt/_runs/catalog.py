@@ -235,7 +235,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     seconds: float | None = None
     """Duration of the save: from the start of the first rank to the end of the last rank."""
     blocked_seconds: float | None = None
-    """Until the call returned on the last rank; equal to `seconds` for a save that was not in the background."""
+    """Seconds until the call returned on the last rank; equal to `seconds` for a save in the foreground."""
     held_nbytes: int | None = None
     """Bytes of the arrays on all ranks together, with every replica counted."""
     error: str | None = None
@@ -247,7 +247,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     lineage: Lineage | None = None
     """The lineage that its index records."""
     sequence: int | None = None
-    """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
+    """A number that rises in the order in which the checkpoints of a run were saved; None if it was not computed."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
     found_damaged: bool = False

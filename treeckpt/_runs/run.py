@@ -654,7 +654,7 @@ class _HistoryEntry:
     """A restored checkpoint, or a save that was started."""
 
     mark: SavedCheckpoint | None = None
-    """None until the lineage of the save is known."""
+    """The checkpoint; None until the lineage of its save is known."""
     restored: bool = False
 
 

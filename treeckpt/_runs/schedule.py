@@ -49,7 +49,7 @@ _log = logging.getLogger("treeckpt")
 _KEPT_DECISIONS = 256
 """Decisions to save that stay in the message store, for ranks that are behind."""
 _WORKER_ERROR = "DataLoader worker"
-"""How torch's errors about dead workers begin."""
+"""The words with which torch's errors about dead workers begin."""
 
 
 class LoaderWorkers:

@@ -124,7 +124,7 @@ class StatisticsHead(Columns, frozen=True):
 
     save_id: str
     fingerprint: str
-    """Of the save's files, see `_runs.verification.fingerprint_of`."""
+    """The fingerprint of the files of the save, as `_runs.verification.fingerprint_of` makes it."""
     ended_ns: int
     """Unix time at which the last byte was read."""
 
@@ -200,7 +200,7 @@ class ComparedSave(msgspec.Struct, frozen=True):
     url: str
     save_id: str
     fingerprint: str
-    """See `_runs.verification.fingerprint_of`."""
+    """The fingerprint of its files, as `_runs.verification.fingerprint_of` makes it."""
 
 
 class ChangesHead(Columns, frozen=True):

@@ -70,7 +70,7 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """How many problems it found."""
     problems: list[DamagedPart]
-    """The first of them."""
+    """The first of the problems."""
     unread: list[DamagedPart] = []
     """The first parts that could not be read. Without problems a verification that has some is not kept."""
     beside: bool = False
@@ -84,9 +84,9 @@ class Verification(VerificationResult, frozen=True, kw_only=True):
 
     save_id: str
     ended_ns: int
-    """Unix time of its end."""
+    """The Unix time at which it ended."""
     fingerprint: str
-    """Of the names, sizes and modification times of the save's files before the first byte was read."""
+    """A hash of the names, sizes and modification times of the save's files before the first byte was read."""
     index_xxh3: str = ""
     """Checksum of the index; empty where it is not known."""
 
