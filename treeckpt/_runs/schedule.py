@@ -140,25 +140,18 @@ class SaveSchedule:
         seconds: seconds between saves, by rank 0's clock.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        *,
-        every: int | None = None,
-        seconds: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, comm: Comm, *, every: int | None = None, seconds: float | None = None) -> None:
         for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
             if given is None:
                 continue
             if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
-        self._every, self._seconds, self.clock = every, seconds, clock
+        self._every, self._seconds, self.clock = every, seconds, time.monotonic
         self._comm = PrefixComm(comm, "pace")
         # every rank creates its managers in the same order: the number keeps their messages apart
         self._number = self._comm.state.managers = self._comm.state.managers + 1
-        self._calls, self._last = 0, clock()
+        self._calls, self._last = 0, self.clock()
         self._interrupted: int | None = None
         """The step of the last call if that has not come to its end: made again, it is not counted again."""
         self._plan = _SchedulePlan(1, [], 0)
