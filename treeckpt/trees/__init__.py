@@ -26,12 +26,8 @@ ranks are counted within the group. If one rank fails before data is sent, all r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from .._core.public_names import publish
-from . import _collectives
-from ._collectives import BUCKET_NBYTES, broadcast, distribute, gather, transport_of
+from ._collectives import broadcast, distribute, gather
 from ._compare import Sameness, same_structure
 from ._moving import copy_into, empty_like
 from ._names import flatten_names, unflatten_names
