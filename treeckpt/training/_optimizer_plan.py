@@ -47,11 +47,12 @@ from ._groups import (
     torch_options,
 )
 from ._modules import Key, get_in, key_path, parse_key
-from ._moments import MomentPlacement, build_state, check_own, expected_moments, foreign_moments, without_own
+from ._moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from ._optimizers import (
     BY_GROUP,
     STATE_DICT_KEY,
     NamedOptimizer,
+    check_own,
     groups_of,
     is_lbfgs,
     join,
@@ -62,6 +63,7 @@ from ._optimizers import (
     shared_of,
     split,
     standard_form,
+    without_own,
 )
 from ._sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 
@@ -390,7 +392,7 @@ class _Matcher:
         place = MomentPlacement(
             counts_on_device=settings is not None and bool(settings.get("capturable") or settings.get("fused")),
             whole_shape=live.shards.get(id(parameter), ((), ()))[0],
-            own=check_own(self.source, (path, weight), structure, live.part(key)),
+            own=check_own(live, key, self.source, (path, weight), structure),
         )
         if (spec := self.source.leaves.get(weight)) is not None:
             place = msgspec.structs.replace(

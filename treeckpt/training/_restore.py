@@ -2,9 +2,10 @@
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
 state, per-rank state. Then modules with load code of their own take what was saved of them, and so do modules with an
-extra state, which have their own tensors by then; where one fails, what they changed is put back (`module_loads`). Then
-meta tensors get memory, arrays are filled in place, and the optimizers, loader, schedulers, hooks after
-`load_state_dict` and random number generators follow. Ranks exchange no messages.
+extra state, which have their own tensors by then; where one fails, what they changed is put back. Then meta tensors
+get memory, and one load fills all arrays in place, those of the generators' states and of registered objects too. The
+optimizers, loader, schedulers, hooks after `load_state_dict` and random number generators follow. Ranks exchange no
+messages.
 """
 
 from __future__ import annotations
