@@ -29,8 +29,8 @@ from torch import Tensor
 
 from .._arrays.registry import is_same_value
 from .._arrays.stateful import is_stateful
+from .._core.tree.containers import ObjectState
 from .._core.tree.flatten import flatten
-from .._core.tree.object_state import ObjectState
 from .._core.tree.structure import key_text
 from ..errors import MismatchError, TreeError
 from ._modules import Key, key_path

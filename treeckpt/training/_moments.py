@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from .._arrays.dtensor import is_dtensor, layout_of
-from .._arrays.plain_tensor import is_plain
 from .._arrays.registry import build_tensor, new_array, resolve, take_apart
 from .._arrays.tensor_parts import empty_plain, is_in_parts
-from .._arrays.torch import in_order, order_of, torch_dtype
+from .._arrays.torch import in_order, is_plain, order_of, torch_dtype
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.flatten import unflatten
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, TensorNode, key_text
 from .._core.tree.tensor_parts import TensorParts, check_own_layout, tensors_as_leaves
 from ..errors import MismatchError
+from ..rules._view import OWN
 from ._modules import get_in, parse_key
-from ._sources import OWN, RestoreSource, children_of, leaves_below
+from ._sources import RestoreSource, children_of, leaves_below
 
 # fmt: off
 _LBFGS_MOMENTS = frozenset({

@@ -25,8 +25,8 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from .._arrays.plain_tensor import dtype_name
 from .._arrays.stateful import object_states, plan_state
+from .._arrays.torch import dtype_name
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import some_of
 from .._core.tree.structure import DictNode, Structure, key_text

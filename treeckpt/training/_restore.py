@@ -22,21 +22,24 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
-from .._core.tree.flatten import PerRank, flatten
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
+from .._core.tree.paths import Selection, globs_of
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
 from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.consistent_reads import on_versions
 from .._loading.execute_shared import open_relay, together
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
-from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
+from .._loading.overlay import Bank, CheckpointOverlay
+from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
+from ..rules._view import OWN
 from ._capture import LEFT_OUT, optimizer_of
 from ._foreign_states import as_training_state
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
@@ -76,7 +79,6 @@ from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
-    OWN,
     RestoreSource,
     TreeSource,
     check_globs,

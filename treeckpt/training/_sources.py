@@ -13,15 +13,16 @@ from typing import Any, Protocol, TypeGuard
 import msgspec
 
 from .._arrays.dtensor import is_dtensor
-from .._arrays.expanded_tree import expand_states, state_tree
 from .._arrays.registry import abstract_of, decode, new_array, resolve
+from .._arrays.stateful import expand_states, state_tree
 from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
-from .._core.tree.flatten import PerRank, child_of_rank, flatten, unflatten
-from .._core.tree.globs import compile_globs
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import child_of_rank, flatten, unflatten
 from .._core.tree.leaf_differences import Strict
 from .._core.tree.merge import merge_sources
+from .._core.tree.paths import compile_globs
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
     TABLE_KEYS,

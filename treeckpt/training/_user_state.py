@@ -23,9 +23,9 @@ import msgspec
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .._arrays.expanded_tree import expand_states
 from .._arrays.registry import abstract_of, build_tensor, is_value, new_array, resolve
 from .._arrays.stateful import (
+    expand_states,
     holds_stateful,
     is_disabled_scaler,
     is_optimizer,
@@ -36,10 +36,8 @@ from .._arrays.stateful import (
     plan_state,
 )
 from .._core.tree.containers import PerRank, flatten_one_level
-from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
-from .._core.tree.in_place import update_in_place
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves
-from .._core.tree.sequences import differing_sequences
+from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, update_in_place
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
 from .._core.tree.structure import (
     DefaultDictNode,
     DequeNode,
