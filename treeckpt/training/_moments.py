@@ -59,7 +59,7 @@ class MomentPlacement(msgspec.Struct, frozen=True):
     own: frozenset[str] = frozenset()
     """The names of the moments that each rank had of its own, see `NamedOptimizer.own_moments`."""
     dtypes: tuple[str, str] = ("", "")
-    """(saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
+    """The (saved, live) dtype of the parameter: a moment that had the dtype of its parameter keeps to it."""
 
     def on_host(self, name: str, spec: ArraySpec) -> bool:
         """Whether a scalar moment is on the host: as saved relative to its parameter, else as torch's optimizers do."""

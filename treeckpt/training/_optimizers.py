@@ -67,13 +67,13 @@ class NamedOptimizer(msgspec.Struct, dict=True):
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
     shards: Mapping[int, tuple[Any, Any]]
-    """(global shape, offset) of parameters that are shards of an array, by identity."""
+    """The (global shape, offset) of each parameter that is a shard of an array, by identity."""
     form: Any = None
     """The rest of the state dict, for an optimizer whose `state_dict` is used; None for those of torch."""
 
     @property
     def parameters(self) -> Mapping[Key, Tensor]:
-        """Those whose state is here, in the order of the groups."""
+        """The parameters whose state is here, in the order of the groups."""
         return self.numbering.parameters
 
     @cached_property
@@ -503,7 +503,7 @@ class SplitState(msgspec.Struct):
 
     form: Any
     own: dict[Key, dict[Any, Any]]
-    """By parameter."""
+    """What the state dict has for each parameter."""
     values: list[dict[str, Any]] | None
     """Hyper-parameters by group, where the state dict has them at its root."""
 

@@ -111,7 +111,7 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     scheduler: Any
     loader: Any
     rng: bool | None
-    """None restores them where they were saved."""
+    """Whether generators are restored; None restores them where they were saved."""
     extra: Any
     """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]
@@ -280,9 +280,9 @@ class _Restore:
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
         self.left: set[str] = set()
-        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        """The names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
         self.own_buffers: set[str] = set()
-        """Names of buffers of which every rank has saved its own."""
+        """The names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.loads: list[ModuleLoad] = []
@@ -297,20 +297,20 @@ class _Restore:
         self.loader: Any = None
         self.extra: Any = None
         self.trees: dict[tuple[Any, ...], TreeToFill] = {}
-        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
+        """A given `extra`, and the objects of a manager, by the keys that lead to each in the checkpoint."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
-        """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
+        """The reports of the loads of extra states and values of modules, and of an `extra` that comes back."""
         self.filled_before: list[LoadReport] = []
-        """Of the load of what modules with load code of their own are passed."""
+        """The report of the load of what modules with load code of their own are passed, if there are any."""
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
         self.cleared: list[str] = []
         """State of the optimizers here that the checkpoint has none of."""
         self.reasons: dict[str, str] = {}
-        """By path: why only one side has it, where that is known."""
+        """Why only one side has a path, where that is known."""
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 

@@ -72,12 +72,12 @@ class RestoreSource(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all its leaves, selected or not, after the rules."""
+        """The names of all its leaves, selected or not, after the rules."""
         ...
 
     @property
     def structure(self) -> Structure:
-        """Of its tree."""
+        """The structure of its tree."""
         ...
 
     def is_left(self, path: str) -> bool:
@@ -275,7 +275,7 @@ class CheckpointSource:
     ) -> None:
         self.comm, self.options = comm, options
         self._provider: dict[str, _SavedMember] = {}
-        """By path, the one of several checkpoints that gives a leaf."""
+        """The one of several checkpoints that gives a leaf, by path."""
         if isinstance(given, Checkpoint):
             self.members = [_SavedMember(given, comm, options, options)]
             self.names = self.members[0].names
@@ -319,7 +319,7 @@ class CheckpointSource:
 
     @property
     def _rules(self) -> tuple[Rule, ...]:
-        """Those of the only checkpoint; each of several has its own."""
+        """The rules on the only checkpoint; each of several has its own."""
         return self.members[0].rules if self._read is self.members[0].checkpoint else ()
 
     def is_left(self, path: str) -> bool:
