@@ -88,7 +88,7 @@ class ModuleLoad:
         """The state dict of the module; after `plan_load` only its names."""
         self.names = CleanNames(module, ())
         self.state: OrderedDict[str, Any] = OrderedDict()
-        """What the module is passed, by the names of its own state dict: new tensors, which are filled before, and values."""
+        """What the module is passed, by the names of its own state dict: new tensors, filled before, and values."""
         self.target: dict[Key, Any] = {}
         """The new tensors by the keys at which they were saved."""
         self.asked: set[str] = set()
