@@ -71,8 +71,7 @@ from .options import (
     named_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
-from .restore import Restorer
+from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name
 from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
