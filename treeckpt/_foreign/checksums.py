@@ -73,6 +73,10 @@ class EntryChecksum:
 
     def __init__(self, window: FileRange, crc: int, name: str) -> None:
         self.window, self.crc, self.name = window, crc, name
+        self.address = new_address(window.size)
+        """The first address of its bytes, by which arrays in it are known."""
+        self.is_storage = False
+        """Whether arrays are in it."""
         self.leaf = ""
         """The path of a leaf in it, for errors."""
         self.sound = not crc or not window.size
@@ -177,8 +181,8 @@ class ArchiveChecksums:
         self.alone = alone
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.RLock()
-        self._entries: list[tuple[int, EntryChecksum]] = []
-        """With their addresses, which grow."""
+        self._entries: list[EntryChecksum] = []
+        """In the order of their addresses."""
         self._by_file: dict[str, list[EntryChecksum]] = {}
         """Those that have a CRC, by the URL of their file and in its order."""
 
@@ -188,6 +192,7 @@ class ArchiveChecksums:
             found = self._sums.get((window.label, window.start))
             if found is None:
                 found = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
+                self._entries.append(found)
                 if not found.sound:
                     bisect.insort(self._by_file.setdefault(window.label, []), found, key=_start_of)
             return found
@@ -208,27 +213,20 @@ class ArchiveChecksums:
 
     def unverified(self, nbytes: int) -> int:
         """Returns how many of so many bytes of arrays that were read have been compared with no CRC-32."""
-        entries = list({id(entry): entry for _, entry in self._entries}.values())
+        entries = [entry for entry in self._entries if entry.is_storage]
         if entries and all(entry.crc and (entry.sound or not entry.is_read) for entry in entries):
             return 0
         return max(0, nbytes - sum(entry.window.size for entry in entries if entry.crc and entry.sound))
-
-    def new_address(self, entry: EntryChecksum) -> int:
-        """Returns the first address of a new range for an entry."""
-        with self._lock:  # archives may be opened while others are read
-            address = new_address(entry.window.size)
-            self._entries.append((address, entry))
-            return address
 
     def note(self, path: str, leaf: Any) -> EntryChecksum | None:
         """Registers a leaf that will be read; returns the entry that it is in, if any."""
         storage = leaf.storage if isinstance(leaf, LazyArray) else None
         if storage is None:
             return None
-        with self._lock:
-            at = bisect.bisect_right(self._entries, storage.address, key=lambda pair: pair[0]) - 1
-        start, entry = self._entries[at] if at >= 0 else (0, None)
-        if entry is None or storage.address - start >= entry.window.size:
+        with self._lock:  # archives may be opened while others are read
+            number = bisect.bisect_right(self._entries, storage.address, key=lambda entry: entry.address) - 1
+        entry = self._entries[number] if number >= 0 else None
+        if entry is None or storage.address - entry.address >= entry.window.size:
             return None
         entry.leaf = entry.leaf or path
         if self.alone and storage.strides is None and storage.nbytes == entry.window.size:
@@ -237,7 +235,7 @@ class ArchiveChecksums:
 
     def all_read(self) -> bool:
         """Returns whether all entries that this process was to read as a whole are read and compared."""
-        return all(entry.sound for _, entry in self._entries if entry.read_whole)
+        return all(entry.sound for entry in self._entries if entry.read_whole)
 
     def check(self, leaves: Sequence[tuple[str, Any]], comm: Comm, topic: str) -> None:
         """Ensures that the bytes of leaves that all ranks together are about to read are compared.

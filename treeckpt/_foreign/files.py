@@ -24,9 +24,7 @@ from .._core.format.shard_header import parse_shard_name
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
 from .._core.tree.spec import ArraySpec
-from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.foreign_formats import HEAD, format_of_head, format_of_names
-from .._io.storage.local_files import read_head
+from .._io.storage.foreign_formats import format_at, format_of_names
 from .._io.storage.local_store import LocalStore
 from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import DirectoryEntry, Store, StoreTraits
@@ -155,22 +153,16 @@ def foreign_at(path: Any) -> ForeignStore | None:
         StoreError: it could not be read, so that this is not known.
     """
     place = local_directory(path)
-    try:
-        if place is not None and place.is_file():
-            kind = format_of_head(place.name, read_head(place, HEAD))
-            found = kind not in (None, "pickle")
-            return ForeignStore(LocalStore(place.parent, follow_links=True), kind, place.name) if found else None
-        store = open_store(path) if place is None else LocalStore(place, follow_links=True)
-        names = store.sizes()
-    except (ValueError, CorruptError):  # what is wrong with the path is said where a checkpoint is expected
+    if place is None:
+        store = open_store(path)
+        names = [*store.sizes()]
+        kind = format_of_names(names)
+    else:
+        kind, names = format_at(place)
+        store = LocalStore(place if names is not None else place.parent, follow_links=True)
+    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or any(map(parse_shard_name, names or ())):
         return None
-    except OSError as error:
-        if not shows_damage(error):
-            raise wrap_read_error(error, str(place)) from error
-        return None
-    if INDEX_NAME in names or any(map(parse_shard_name, names)) or (kind := format_of_names(names)) is None:
-        return None
-    return ForeignStore(store, kind)
+    return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
 
 
 FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle")

@@ -20,7 +20,7 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.tree.spec import ArraySpec
 from .._io.storage.foreign_formats import SAFETENSORS_INDEX
 from .._io.storage.store import Store
-from ..errors import CorruptError, FormatError, TreeckptError
+from ..errors import CheckpointNotFound, CorruptError, FormatError, TreeckptError
 from .files import FileRange, ForeignTree, flat_array, new_address, store_window
 
 MAX_HEADER = 100 << 20
@@ -105,6 +105,8 @@ def read_sharded(store: Store) -> ForeignTree:
     indexes = [name for name in sizes if name.endswith(SAFETENSORS_INDEX)]
     wanted = _read_index(store, indexes) if indexes else {}
     names = set(wanted.values()) if indexes else {name for name in sizes if name.endswith(".safetensors")}
+    if not names:
+        raise CheckpointNotFound(store.url, expected="files of safetensors", found="none that can be read")
     if not indexes:
         _check_shards(store.url, names)
     found: dict[str, LazyArray] = {}

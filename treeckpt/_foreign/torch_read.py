@@ -125,7 +125,6 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
     dtype: str
     size: int
     """In elements, of bytes where there is no dtype."""
-    address: int
 
     def __repr__(self) -> str:
         return f"a storage of {self.dtype or 'bytes'}"
@@ -135,7 +134,6 @@ class _TorchArchive:
     """The entries and storages of one file."""
 
     def __init__(self, window: FileRange, sums: ArchiveChecksums) -> None:
-        self.sums = sums
         self.entries = {
             name: sums.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
         }
@@ -177,7 +175,8 @@ class _TorchArchive:
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
             entry.window.within(0, nbytes)
-            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.sums.new_address(entry))
+            entry.is_storage = True
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size)
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -206,7 +205,7 @@ def _tensor(
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
-    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), storage.address, window=entry.window)
+    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), entry.address, window=entry.window)
     return _resolved(made, metadata) if metadata else made
 
 
