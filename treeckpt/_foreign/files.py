@@ -7,12 +7,13 @@ from there. Any other array is read by its `read`, box by box.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -239,9 +240,9 @@ class FileArray(LazyArray):
 
 def with_spec(array: LazyArray, spec: ArraySpec) -> LazyArray:
     """Returns the same array with another spec of its shape and dtype."""
-    if isinstance(array, FileArray):
-        return FileArray(spec, array.read, array.storage, array.parts, array.count, deferred=array.deferred)
-    return LazyArray(spec, array.read, array.storage)
+    other = copy.copy(array)
+    other.spec = spec
+    return other
 
 
 def range_of(array: LazyArray) -> FileRange | None:
@@ -250,14 +251,6 @@ def range_of(array: LazyArray) -> FileRange | None:
         return None
     [part] = array.parts(None)
     return part.data if isinstance(part.data, FileRange) else None
-
-
-class ReadableRange(Protocol):
-    """A byte range that can be read."""
-
-    def read(self, start: int, size: int) -> np.ndarray:
-        """Returns bytes of it, as uint8[size]."""
-        ...
 
 
 def read_strided(
@@ -330,13 +323,13 @@ def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -
     """
     itemsize = dtype_of(spec.dtype).itemsize
     window = window.within(0, math.prod(spec.shape) * itemsize)
-    return strided_array(spec, flat_of(window, itemsize), 0, None, address, window=window)
+    return strided_array(spec, flat_of(window.read, itemsize), 0, None, address, window=window)
 
 
-def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
-    """Returns a reader of the elements of a byte range."""
+def flat_of(read: Callable[[int, int], np.ndarray], itemsize: int) -> FlatReader:
+    """Returns a reader of elements by one of bytes, which takes their start and number."""
     raw = raw_dtype(itemsize)
-    return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
+    return lambda start, count: read(start * itemsize, count * itemsize).view(raw)
 
 
 def elements_of(array: LazyArray) -> FlatReader:

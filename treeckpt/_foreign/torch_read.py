@@ -205,7 +205,7 @@ def _tensor(
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
-    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), entry.address, window=entry.window)
+    made = strided_array(spec, flat_of(entry.read, itemsize), offset, tuple(strides), entry.address, window=entry.window)
     return _resolved(made, metadata) if metadata else made
 
 
