@@ -43,13 +43,13 @@ def _times(a: int, b: int) -> int:
 @lru_cache(maxsize=256)
 def _shift(nbytes: int) -> int:
     """Returns the factor of a CRC that so many bytes follow: x to the power of their bits."""
-    found, power, bits = _ONE, _ONE >> 1, 8 * nbytes
+    factor, power, bits = _ONE, _ONE >> 1, 8 * nbytes
     while bits:
         if bits & 1:
-            found = _times(power, found)
+            factor = _times(power, factor)
         power = _times(power, power)
         bits >>= 1
-    return found
+    return factor
 
 
 def _start_of(entry: EntryChecksum) -> int:
@@ -189,13 +189,13 @@ class ArchiveChecksums:
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""
         with self._lock:
-            found = self._sums.get((window.label, window.start))
-            if found is None:
-                found = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
-                self._entries.append(found)
-                if not found.sound:
-                    bisect.insort(self._by_file.setdefault(window.label, []), found, key=_start_of)
-            return found
+            entry = self._sums.get((window.label, window.start))
+            if entry is None:
+                entry = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
+                self._entries.append(entry)
+                if not entry.sound:
+                    bisect.insort(self._by_file.setdefault(window.label, []), entry, key=_start_of)
+            return entry
 
     def take_range(self, file: str, start: int, data: memoryview) -> None:
         """Computes the CRCs of entries of a file from bytes of it that were read, whatever else these hold.
@@ -246,9 +246,9 @@ class ArchiveChecksums:
         Raises:
             RankError: bytes have changed; on every rank.
         """
-        found = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
+        entries = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
         if not self.alone:
-            mine = list(found.values())[comm.rank :: comm.size]
+            mine = list(entries.values())[comm.rank :: comm.size]
             all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in mine), int)
-            for entry in found.values():
+            for entry in entries.values():
                 entry.sound = True

@@ -337,10 +337,10 @@ def elements_of(array: LazyArray) -> FlatReader:
 
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw_dtype(dtype_of(array.spec.dtype).itemsize))
-        at = 0
+        filled = 0
         for part in flat_regions(array.spec.shape, start, start + count):
-            out[at : at + part.size] = array.read(part).reshape(-1)
-            at += part.size
+            out[filled : filled + part.size] = array.read(part).reshape(-1)
+            filled += part.size
         return out
 
     return flat
@@ -373,13 +373,13 @@ def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: st
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
 
     def parts(region: Region | None) -> list[ArrayPart]:
-        found: list[ArrayPart] = []
+        overlapping: list[ArrayPart] = []
         for number, piece in enumerate(pieces):
             if piece[0].size and (region is None or intersect(piece[0], region) is not None):
                 opened = _opened(piece, spec, label)
                 window = range_of(opened)
-                found.append(ArrayPart(number, piece[0], opened if window is None else window))
-        return found
+                overlapping.append(ArrayPart(number, piece[0], opened if window is None else window))
+        return overlapping
 
     if len(pieces) == 1:
         return FileArray(spec, lambda region: _opened(pieces[0], spec, label).read(region), None, parts, deferred=True)
@@ -426,30 +426,30 @@ def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> Lazy
 
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw)
-        at = 0
+        position = 0
         for size, part in zip(sizes, parts, strict=True):
-            low, high = max(start, at), min(start + count, at + size)
+            low, high = max(start, position), min(start + count, position + size)
             if low < high:
-                out[low - start : high - start] = elements_of(part)(low - at, high - low)
-            at += size
+                out[low - start : high - start] = elements_of(part)(low - position, high - low)
+            position += size
         return out
 
     made = strided_array(spec, flat, 0, None, None)
-    found = _flat_parts(spec, parts, sizes)
-    if found is None:
+    boxes = _flat_parts(spec, parts, sizes)
+    if boxes is None:
         return made
 
     def within(region: Region | None) -> list[ArrayPart]:
-        return [part for part in found if region is None or intersect(part.region, region) is not None]
+        return [part for part in boxes if region is None or intersect(part.region, region) is not None]
 
-    return FileArray(spec, made.read, None, within, len(found))
+    return FileArray(spec, made.read, None, within, len(boxes))
 
 
 def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int]) -> list[ArrayPart] | None:
     """Returns the boxes of an array whose elements are those of others, one after the other; None if some are not
     ranges of files."""
-    found: list[ArrayPart] = []
-    itemsize, at = dtype_of(spec.dtype).itemsize, 0
+    boxes: list[ArrayPart] = []
+    itemsize, position = dtype_of(spec.dtype).itemsize, 0
     for part, size in zip(parts, sizes, strict=True):
         window = range_of(part)
         if not size:
@@ -457,9 +457,9 @@ def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int
         if window is None:
             return None
         start = 0
-        for region in flat_regions(spec.shape, at, at + size):
+        for region in flat_regions(spec.shape, position, position + size):
             nbytes = region.size * itemsize
-            found.append(ArrayPart(len(found), region, window.within(start, nbytes)))
+            boxes.append(ArrayPart(len(boxes), region, window.within(start, nbytes)))
             start += nbytes
-        at += size
-    return found
+        position += size
+    return boxes

@@ -193,10 +193,10 @@ class StepBudget:
             weight = self._weight(key)
             if counts is None:
                 counts = {} if same is None else same.setdefault(into, {})
-            found = hash(key)
-            count = counts.get(found, 0)
+            hashed = hash(key)
+            count = counts.get(hashed, 0)
             self.take(weight * count)
-            counts[found] = count + 1
+            counts[hashed] = count + 1
 
     def _weight(self, key: Any) -> int:
         """Counts the parts of a key, each as often as it stands in it, and returns their number."""

@@ -173,9 +173,9 @@ def _zone(key: Any, *_: Any) -> zoneinfo.ZoneInfo:
 
 def _named(owner: Any, name: Any) -> Symbol:
     """Returns what older protocols look up by getattr: a nested name, of those that are known."""
-    if not isinstance(owner, Symbol) or type(name) is not str or (found := f"{owner.text}.{name}") not in PLAIN:
+    if not isinstance(owner, Symbol) or type(name) is not str or (full := f"{owner.text}.{name}") not in PLAIN:
         raise ValueError(f"a look-up in {brief(owner)}")
-    return Symbol(found)
+    return Symbol(full)
 
 
 _PATH_MODULES = ("pathlib", "pathlib._local")
@@ -412,9 +412,9 @@ class _TreeBuilder:
             return node.bytes()
         if isinstance(node, Symbol):
             module, _, name = node.text.partition(" ")
-            found = _torch_constant(name) if module == "torch" else None
+            constant = _torch_constant(name) if module == "torch" else None
             named = node.text.replace(" ", ".")
-            return self._refuse(path, f"the class or function {named}") if found is None else found
+            return self._refuse(path, f"the class or function {named}") if constant is None else constant
         if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
@@ -451,17 +451,17 @@ def _torch_constant(name: str) -> Any:
     """Returns the dtype or layout of torch of that name."""
     import torch
 
-    found = vars(torch).get(name)
-    return found if isinstance(found, (torch.dtype, torch.layout)) else None
+    constant = vars(torch).get(name)
+    return constant if isinstance(constant, (torch.dtype, torch.layout)) else None
 
 
-def refusal(found: RefusedLeaf, label: str) -> TreeError:
+def refusal(leaf: RefusedLeaf, label: str) -> TreeError:
     """Returns the error for a leaf that cannot be built."""
-    leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
+    leave = f"Leave it out (exclude={leaf.path!r}, --exclude {leaf.path!r}), or have" if leaf.path else "Have"
     return TreeError(
-        f"{found.path}: {label}",
+        f"{leaf.path}: {label}",
         expected="tensors, arrays, containers and plain values",
-        found=found.what[:200],
-        hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
+        found=leaf.what[:200],
+        hint=f"{leaf.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
         "its state_dict()",
     )

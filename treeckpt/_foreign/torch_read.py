@@ -135,7 +135,7 @@ class _TorchArchive:
 
     def __init__(self, window: FileRange, sums: ArchiveChecksums) -> None:
         self.entries = {
-            name: sums.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+            name: sums.sum_of(entry.window, entry.crc, name) for name, entry in find_entries(window).items()
         }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
@@ -177,10 +177,10 @@ class _TorchArchive:
             entry.window.within(0, nbytes)
             entry.is_storage = True
             self._storages[key] = TorchFileStorage(entry, dtype or "", size)
-        found = self._storages[key]
-        if (found.dtype, found.size) != (dtype or "", size):
+        storage = self._storages[key]
+        if (storage.dtype, storage.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
-        return found
+        return storage
 
 
 def _tensor(
@@ -205,7 +205,8 @@ def _tensor(
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
-    made = strided_array(spec, flat_of(entry.read, itemsize), offset, tuple(strides), entry.address, window=entry.window)
+    flat = flat_of(entry.read, itemsize)
+    made = strided_array(spec, flat, offset, tuple(strides), entry.address, window=entry.window)
     return _resolved(made, metadata) if metadata else made
 
 
@@ -369,12 +370,12 @@ class HfaiParts:
     def model(self, number: int) -> dict[Any, Any]:
         """Returns the state dict of model number `number`."""
         pairs = [state["model"][number] for state in self.states]
-        found: dict[Any, Any] = {}
+        whole: dict[Any, Any] = {}
         for params, _ in pairs:
             if not isinstance(params, dict):
                 raise FormatError(self.store.url, expected="state dicts of models", found=brief(params))
-            found |= params
-        united, first = self._united(found, self._large(pairs)), pairs[0][0]
+            whole |= params
+        united, first = self._united(whole, self._large(pairs)), pairs[0][0]
         return copy_attributes(first, OrderedDict(united)) if type(first) is OrderedDict else united
 
     def optimizer(self, number: int) -> dict[Any, Any]:
@@ -405,9 +406,9 @@ def read_hfai(store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) 
     """
     parts = HfaiParts(store, sums, refused)
     first = parts.states[0]
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, make in (("model", parts.model), ("optimizer", parts.optimizer)):
         made = [make(number) for number in range(len(first[key]))]
         if made or key == "model":
-            found[key] = made[0] if len(made) == 1 else made
-    return found | {key: value for key, value in first.items() if key not in _OWN_KEYS}
+            state[key] = made[0] if len(made) == 1 else made
+    return state | {key: value for key, value in first.items() if key not in _OWN_KEYS}

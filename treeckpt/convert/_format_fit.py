@@ -106,10 +106,10 @@ def lower_containers(
     def walk(node: Structure, path: str) -> Structure:
         if node is None:
             return None
-        found: list[Structure] = []
+        parts: list[Structure] = []
         for key, child in zip(keys_of(node, path), node.children, strict=True):
-            found.append(None if child is None else walk(child, child_path(path, key)))
-        children = tuple(found)
+            parts.append(None if child is None else walk(child, child_path(path, key)))
+        children = tuple(parts)
         if type(node) in holds and _is_known(node):
             if isinstance(node, OrderedDictNode) and node.attributes is not None:
                 given = node.attributes.decoded(path)
@@ -294,12 +294,12 @@ def _check_keys(node: Structure, path: str, fit: _LeafFit) -> None:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
-        at = child_path(path, key)
+        below = child_path(path, key)
         if isinstance(node, DictNode) and type(key) is not str:
-            fit.note(at, f"a key of type {type(key).__name__}", "text")
+            fit.note(below, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:
-            fit.note(at, "an empty dict", "nothing")
-        _check_keys(child, at, fit)
+            fit.note(below, "an empty dict", "nothing")
+        _check_keys(child, below, fit)
 
 
 def _names(contents: Contents) -> dict[str, str]:

@@ -216,13 +216,13 @@ class _NewFiles:
 
 def write_part(fd: int, part: OutputPart, tile: int) -> None:
     """Writes one part of a file, a tile after the other."""
-    at, crc = part.start, 0
+    position, crc = part.start, 0
     for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
         if part.crcs:
             crc = zlib.crc32(data, crc)
-        _pwrite(fd, data, at)
-        at += len(data)
+        _pwrite(fd, data, position)
+        position += len(data)
     for place in part.crcs:
         _pwrite(fd, memoryview(crc.to_bytes(4, "little")), place)
 
@@ -235,13 +235,13 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """Returns the parts of each rank: the largest first, each to the rank with the fewest bytes."""
-    found: list[list[OutputPart]] = [[] for _ in range(world)]
+    shares: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))
-        found[rank].append(part)
+        shares[rank].append(part)
         loads[rank] += part.nbytes + 4096
-    return found
+    return shares
 
 
 def _remove(place: Path) -> None:

@@ -66,13 +66,13 @@ class TorchArchive(msgspec.Struct, frozen=True):
     literals: tuple[tuple[int, bytes], ...]
     parts: tuple[OutputPart, ...]
 
-    def moved(self, file: int, at: int) -> TorchArchive:
-        """Returns the same archive at byte `at` of file number `file`."""
-        literals = tuple((at + start, data) for start, data in self.literals)
+    def moved(self, file: int, offset: int) -> TorchArchive:
+        """Returns the same archive at byte `offset` of file number `file`."""
+        literals = tuple((offset + start, data) for start, data in self.literals)
         parts: list[OutputPart] = []
         for part in self.parts:
-            crcs = tuple(at + place for place in part.crcs)
-            parts.append(msgspec.structs.replace(part, file=file, start=at + part.start, crcs=crcs))
+            crcs = tuple(offset + place for place in part.crcs)
+            parts.append(msgspec.structs.replace(part, file=file, start=offset + part.start, crcs=crcs))
         return TorchArchive(self.nbytes, literals, tuple(parts))
 
 
@@ -202,30 +202,30 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
     literals: list[tuple[int, bytes]] = []
     starts: dict[str, int] = {}
     heads: list[tuple[str, int, int, int]] = []
-    at = 0
+    position = 0
     for text, data in entries.items():
         name = text.encode()
         nbytes, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
-        gap = -(at + 30 + len(name) + 20 + 4) % ALIGN
+        gap = -(position + 30 + len(name) + 20 + 4) % ALIGN
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
         head = b"PK\3\4" + _common(name, crc, extra)[2:] + name + extra
-        literals.append((at, head))
-        heads.append((text, at, nbytes, crc))
-        at += len(head)
-        starts[text] = at
+        literals.append((position, head))
+        heads.append((text, position, nbytes, crc))
+        position += len(head)
+        starts[text] = position
         if not isinstance(data, int):
-            literals.append((at, data))
-        at += nbytes
-    directory = at
+            literals.append((position, data))
+        position += nbytes
+    directory = position
     crcs: dict[str, tuple[int, int]] = {}
     for text, head, nbytes, crc in heads:
         name, extra = text.encode(), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, head)
         record = b"PK\1\2" + _common(name, crc, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF) + name + extra
-        crcs[text] = head + 14, at + 16
-        literals.append((at, record))
-        at += len(record)
-    literals.append((at, _end(len(entries), directory, at)))
-    return ZipLayout(at + len(literals[-1][1]), tuple(literals), starts, crcs)
+        crcs[text] = head + 14, position + 16
+        literals.append((position, record))
+        position += len(record)
+    literals.append((position, _end(len(entries), directory, position)))
+    return ZipLayout(position + len(literals[-1][1]), tuple(literals), starts, crcs)
 
 
 def _common(name: bytes, crc: int, extra: bytes) -> bytes:
@@ -314,17 +314,17 @@ def _packed(entries: dict[str, Any], paths: Any, items: Sequence[Item], limit: i
     parts: list[OutputPart] = []
     places: dict[Any, Any] = {}
     literals: list[tuple[int, bytes]] = []
-    at = 0
+    position = 0
     for index, archive in items:
-        if at and at + archive.nbytes > limit:
-            files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
-            literals, at = [], 0
-        placed = archive.moved(len(files), at)
+        if position and position + archive.nbytes > limit:
+            files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
+            literals, position = [], 0
+        placed = archive.moved(len(files), position)
         literals += placed.literals
         parts += placed.parts
-        places[index] = filesystem._StorageInfo(_file_name(len(files)), at, archive.nbytes)
-        at += archive.nbytes
-    files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
+        places[index] = filesystem._StorageInfo(_file_name(len(files)), position, archive.nbytes)
+        position += archive.nbytes
+    files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
     metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     data = pickle.dumps(metadata, protocol=4)
