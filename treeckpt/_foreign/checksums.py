@@ -23,7 +23,7 @@ from .._io.comm.comm import Comm
 from ..errors import CorruptError
 from .files import FileRange, new_address
 
-BLOCK = 1 << 20
+CHECK_BLOCK_NBYTES = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
 _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
 """Polynomials over GF(2) have their lowest power in the highest bit."""
@@ -85,13 +85,13 @@ class EntryChecksum:
         """Whether this process reads each of its bytes, so that they are compared meanwhile."""
         self._lock = threading.RLock()
         self._taken: list[tuple[int, int]] = []
-        """Disjoint ranges, in order, whose CRCs were or are being computed."""
+        """The disjoint ranges, in order, whose CRCs were or are being computed."""
         self._left = window.size
         self._crcs: dict[int, tuple[int, int]] = {}
-        """By the start of a range, its bytes and CRC."""
+        """The number of bytes and the CRC of each range that was read, by its start."""
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes of it, as uint8[size].
+        """Returns bytes of it, as uint8[size].
 
         Raises:
             CorruptError: bytes of it have changed.
@@ -118,9 +118,9 @@ class EntryChecksum:
             if self.sound:
                 return
             crc = 0
-            block = np.empty(min(BLOCK, self.window.size), np.uint8)
-            for start in range(0, self.window.size, BLOCK):
-                part = block[: min(BLOCK, self.window.size - start)]
+            block = np.empty(min(CHECK_BLOCK_NBYTES, self.window.size), np.uint8)
+            for start in range(0, self.window.size, CHECK_BLOCK_NBYTES):
+                part = block[: min(CHECK_BLOCK_NBYTES, self.window.size - start)]
                 self.window.read_into(start, part, shared=True)
                 crc = zlib.crc32(part.data, crc)
             self._compare(crc)
@@ -182,9 +182,9 @@ class ArchiveChecksums:
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.RLock()
         self._entries: list[EntryChecksum] = []
-        """In the order of their addresses."""
+        """All entries, in the order of their addresses."""
         self._by_file: dict[str, list[EntryChecksum]] = {}
-        """Those that have a CRC, by the URL of their file and in its order."""
+        """The entries that have a CRC, by the URL of their file and in its order."""
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""

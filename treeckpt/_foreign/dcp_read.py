@@ -225,7 +225,7 @@ class PaddlePiece(msgspec.Struct, frozen=True):
     flat: tuple[int, int] | None
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor; empty where the files are of a version that does not say."""
+    """The shape of the whole tensor; empty where the files are of a version that does not say."""
 
     @property
     def key(self) -> tuple[Any, ...]:

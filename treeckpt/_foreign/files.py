@@ -43,7 +43,7 @@ class FileRange(msgspec.Struct, frozen=True):
     name: str
     start: int
     size: int
-    """Bytes."""
+    """The number of bytes."""
 
     @property
     def label(self) -> str:
@@ -195,7 +195,7 @@ def new_address(nbytes: int) -> int:
     return start
 
 
-NARROW = 4096
+NARROW_NBYTES = 4096
 """Bytes of a file that cost no more to read than a part of them."""
 
 Open = Callable[[], LazyArray]
@@ -208,7 +208,7 @@ class ArrayPart(msgspec.Struct, frozen=True):
     """A box of an array: a byte range of a file with its elements in C order, or a lazy array of its shape."""
 
     number: int
-    """Among the parts of the array."""
+    """The number of the part among those of the array."""
     region: Region
     data: FileRange | LazyArray
 
@@ -254,7 +254,7 @@ def range_of(array: LazyArray) -> FileRange | None:
 
 
 def read_strided(
-    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW
+    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW_NBYTES
 ) -> np.ndarray:
     """Reads a box of a strided array over flat elements.
 
@@ -290,7 +290,7 @@ def strided_array(
     strides: tuple[int, ...] | None,
     address: int | None,
     *,
-    narrow: int = NARROW,
+    narrow: int = NARROW_NBYTES,
     window: FileRange | None = None,
 ) -> LazyArray:
     """Returns a lazy array over flat elements.

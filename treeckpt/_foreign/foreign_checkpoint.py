@@ -219,15 +219,15 @@ def _check_shape(spec: ArraySpec, path: str, label: str) -> None:
         )
 
 
-PARTS = 24
+PART_BITS = 24
 """Bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
 
 
-FREE = 64 << 20
+FREE_NBYTES = 64 << 20
 """Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
-TIMES = 16
+REPEATED_TIMES = 16
 """Times the bytes of all files that they may take beyond that."""
 
 
@@ -235,9 +235,9 @@ class ForeignIndex(Index, frozen=True, dict=True):
     """The index of files that another program wrote."""
 
     names: tuple[str, ...] = ()
-    """Of the files; the number of a file is the rank whose stream it is."""
+    """The names of the files; the number of a file is the rank whose stream it is."""
     computed: dict[int, int] = msgspec.field(default_factory=dict)
-    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
+    """The bytes of each array that is computed when it is read, by the rank whose stream it is."""
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:
@@ -271,12 +271,12 @@ def computed_name(rank: int) -> str:
 
 def most_nbytes(nbytes: int) -> int:
     """Returns the bytes that the arrays in files of so many bytes may take."""
-    return nbytes + FREE + TIMES * nbytes
+    return nbytes + FREE_NBYTES + REPEATED_TIMES * nbytes
 
 
 def _computed_rank(files: int, number: int, part: int) -> int:
     """Returns the rank whose stream an array is that is computed: part `part` of leaf `number`."""
-    return files + (number << PARTS) + part
+    return files + (number << PART_BITS) + part
 
 
 class _ChunkFinder:

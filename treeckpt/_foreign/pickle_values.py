@@ -42,9 +42,9 @@ _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints h
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 MAX_CODE = 64
 """Characters of the code of a numpy dtype."""
-PATH = 64
+PATH_STEP = 64
 """Characters of a path that cost one step."""
-NODES = 100_000
+FREE_NODES = 100_000
 """The largest number of nodes of a tree from a pickle with few instructions."""
 
 
@@ -329,17 +329,17 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
 
 class _TreeBuilder:
     def __init__(self, label: str, read: Unpickled, refused: list[RefusedLeaf] | None) -> None:
-        self.label, self.left, self.refused = label, max(NODES, 2 * read.steps), refused
+        self.label, self.left, self.refused = label, max(FREE_NODES, 2 * read.steps), refused
         self.budget = read.budget
         self._copied: set[int] = set()
-        """By identity, the byte strings of which one value was made: further values of them are copies."""
+        """The identities of byte strings of which one value was made: further values of them are copies."""
         self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
-        """By identity of a node: the node, its value, and why it has none."""
+        """Each node, its value, and why it has none, by the identity of the node."""
 
     def build(self, node: Any, path: str, depth: int) -> Any:
         self.left -= 1
-        if len(path) > PATH:  # each is a text of its own
-            self.budget.take(len(path) // PATH)
+        if len(path) > PATH_STEP:  # each is a text of its own
+            self.budget.take(len(path) // PATH_STEP)
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
                 self.label,

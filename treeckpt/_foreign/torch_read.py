@@ -65,9 +65,9 @@ class ZipEntry(msgspec.Struct, frozen=True):
     """An entry of an archive that is read."""
 
     window: FileRange
-    """Its contents."""
+    """The bytes of its contents."""
     crc: int
-    """CRC-32 of these, as the archive's directory has it."""
+    """The CRC-32 of its contents, as the archive's directory has it."""
 
 
 def find_entries(window: FileRange) -> dict[str, ZipEntry]:
@@ -113,7 +113,7 @@ STORAGES = {
 }  # fmt: skip
 """The classes of storages that have a dtype, as torch names them in files."""
 MAX_DIMS = 1000
-"""Dimensions of a tensor that are looked at; `check_shape` refuses fewer by the path of the leaf."""
+"""Dimensions of a tensor that are looked at; `ForeignCheckpoint.contents` refuses fewer by the path of the leaf."""
 MAX_KEY = 1000
 """Characters of the name of a storage."""
 
@@ -124,7 +124,7 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
     entry: EntryChecksum
     dtype: str
     size: int
-    """In elements, of bytes where there is no dtype."""
+    """The number of elements, of bytes where there is no dtype."""
 
     def __repr__(self) -> str:
         return f"a storage of {self.dtype or 'bytes'}"

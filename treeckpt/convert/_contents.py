@@ -135,13 +135,13 @@ class Contents(msgspec.Struct, frozen=True):
 
     structure: Structure
     leaves: tuple[ContentsLeaf, ...]
-    """In the structure's order, with their paths."""
+    """The leaves with their paths, in the structure's order."""
     label: str
-    """Of the source, for errors."""
+    """The URL of the source, for errors."""
     sums: ArchiveChecksums
     """The checksums of archives that arrays are in; a checkpoint of ours has none of these."""
     format: str = "treeckpt"
-    """Of the source: one of `SOURCES`."""
+    """The format of the source: one of `SOURCES`."""
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
@@ -150,7 +150,7 @@ class Contents(msgspec.Struct, frozen=True):
     unread: tuple[str, ...] = ()
     """Names of files beside those of the source that are not read: of another format, or in no index."""
     present: int = 0
-    """Bytes that its arrays can take together: those of the files, and as many as views may repeat."""
+    """The bytes that its arrays can take together: those of the files, and as many as views may repeat."""
 
 
 def detect(path: Source) -> str:

@@ -18,7 +18,7 @@ from ..errors import TreeError
 from ._format_fit import FittedContents
 from ._output import Output, OutputFile, OutputPart
 
-SHARE = 64 << 20
+SHARE_NBYTES = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
 Named = tuple[str, str, LazyArray]
 """Name, path, array."""
@@ -76,7 +76,7 @@ def _shard_name(number: int, count: int) -> str:
 def _cut(part: OutputPart) -> Iterable[OutputPart]:
     """Cuts a part into pieces that ranks can share."""
     start = part.start
-    for region in tiles(part.region, max(1, SHARE // part.itemsize)):
+    for region in tiles(part.region, max(1, SHARE_NBYTES // part.itemsize)):
         yield msgspec.structs.replace(part, start=start, region=region)
         start += region.size * part.itemsize
 

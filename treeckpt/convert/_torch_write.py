@@ -177,7 +177,7 @@ def _as_in_memory(lazy: LazyArray) -> LazyArray:
     return LazyArray(msgspec.structs.replace(spec, shape=tuple(spec.shape[d] for d in order), order=None), read)
 
 
-ALIGN = 64
+ALIGN_NBYTES = 64
 """Bytes; as torch aligns data, so that it can be mapped."""
 _DATE = (0, 0x21)  # 1980-01-01
 
@@ -188,9 +188,9 @@ class ZipLayout(msgspec.Struct, frozen=True):
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
     starts: dict[str, int]
-    """Of each entry's contents."""
+    """The offset of each entry's contents."""
     crcs: dict[str, tuple[int, int]]
-    """Where each entry's checksum goes, twice."""
+    """The two offsets at which each entry's checksum is written."""
 
 
 def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
@@ -206,7 +206,7 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
     for text, data in entries.items():
         name = text.encode()
         nbytes, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
-        gap = -(position + 30 + len(name) + 20 + 4) % ALIGN
+        gap = -(position + 30 + len(name) + 20 + 4) % ALIGN_NBYTES
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
         head = b"PK\3\4" + _common(name, crc, extra)[2:] + name + extra
         literals.append((position, head))
@@ -242,7 +242,7 @@ def _end(count: int, start: int, stop: int) -> bytes:
     return wide + locator + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, 0xFFFFFFFF, 0xFFFFFFFF, 0)
 
 
-CHUNK = 256 << 20
+CHUNK_NBYTES = 256 << 20
 """Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
 
 
@@ -287,7 +287,7 @@ def _tensor_entry(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item
     chunks: list[Any] = []
     items: list[Item] = []
     itemsize = dtype_of(lazy.spec.dtype).itemsize
-    for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK // itemsize)):
+    for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK_NBYTES // itemsize)):
         chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
         piece = _slice_of(lazy, box)
         index = dcp.MetadataIndex(name, box.offset, number)

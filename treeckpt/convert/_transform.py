@@ -28,7 +28,7 @@ from ..rules._rules import Rule, check_scaled
 from ..rules._view import empty_containers, rebuild_structure
 from ._contents import Contents, Finding, map_leaves, subtree, tree_of
 
-WASTE = 2
+MAX_WASTE = 2
 """Elements that are read for one that is needed, at most, where parts of one array are read together."""
 
 
@@ -104,7 +104,7 @@ def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
     start = tuple(map(min, zip(*(part.box.offset for part in parts), strict=True)))
     stop = tuple(map(max, zip(*(part.box.stop for part in parts), strict=True)))
     around = Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-    if around.size <= WASTE * sum(part.region.size for part in parts):
+    if around.size <= MAX_WASTE * sum(part.region.size for part in parts):
         return [(around, list(parts))]
     return [(part.box, [part]) for part in parts]
 

@@ -112,7 +112,7 @@ class Place(msgspec.Struct, frozen=True):
     container: Any
     key: Any
     path: str
-    """Of treeckpt."""
+    """The path that treeckpt has for it."""
 
     @property
     def content(self) -> Any:
