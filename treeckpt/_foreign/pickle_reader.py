@@ -318,7 +318,7 @@ class _PickleMachine:
     def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None, budget: StepBudget) -> None:
         self.constructors, self.persistent, self.budget = constructors, persistent, budget
         self._same: dict[int, dict[int, int]] = {}
-        """The hashes of dicts and sets that have other keys than texts and small numbers: see `StepBudget.hash_keys`."""
+        """Hashes of dicts and sets that have other keys than texts and small numbers: see `StepBudget.hash_keys`."""
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
