@@ -9,6 +9,7 @@ Only the classes of these metadata are understood.
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache, partial, reduce
 from typing import Any
 
@@ -264,18 +265,22 @@ class PaddleDirectory:
             offset = _sizes(place.get("global_offset"), self.label)
             self.places.setdefault(place_key(named, offset, _flat(place, self.label)), file)
         self._opened: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
 
     def _arrays(self, file: str) -> dict[str, Any]:
-        if file not in self._opened:
-            window = store_window(self.store, file, self.files)
-            if file.endswith(".safetensors"):
-                arrays: Any = read_safetensors(window)[0]
-            else:
-                arrays = build_tree(read_pickle(window, PLAIN), window.label)
-            if not isinstance(arrays, dict):
-                raise FormatError(window.label, expected="a dict of arrays", found=type(arrays).__name__)
-            self._opened[file] = arrays
-        return self._opened[file]
+        with self._lock:  # several threads read arrays: each file is read once
+            if file not in self._opened:
+                self._opened[file] = self._read_file(file)
+            return self._opened[file]
+
+    def _read_file(self, file: str) -> dict[str, Any]:
+        window = store_window(self.store, file, self.files)
+        if file.endswith(".safetensors"):
+            return read_safetensors(window)[0]
+        arrays = build_tree(read_pickle(window, PLAIN), window.label)
+        if not isinstance(arrays, dict):
+            raise FormatError(window.label, expected="a dict of arrays", found=type(arrays).__name__)
+        return arrays
 
     def _piece(self, node: Any) -> PaddlePiece:
         fields = _paddle_fields(node, "LocalTensorMetadata", self.label)
