@@ -16,10 +16,10 @@ from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.unusual import reason_of
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, open_checkpoint, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .verify import VerifyJob
+from .verify import VerifyJobs
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 
@@ -55,14 +55,15 @@ class ContentsPage(msgspec.Struct, frozen=True):
 
 
 def contents_page(
-    library: Library, tree: OpenTree, job: VerifyJob | None, sort: ContentsOrder, q: str, start: int
+    library: Library,
+    jobs: VerifyJobs,
+    checkpoint_id: str,
+    sort: ContentsOrder = "unusual",
+    q: str = "",
+    start: int = 0,
 ) -> ContentsPage:
-    """Returns the statistics of a checkpoint's arrays from position `start` of an order on.
-
-    Args:
-        job: the last verification of the checkpoint.
-        q: words that a path must contain.
-    """
+    """The statistics of all arrays, the most unusual first; a verification computes them."""
+    job, tree = jobs.shown(checkpoint_id), open_checkpoint(library, checkpoint_id)
     outline = tree.outline
     found = _fitting(statistics_of(library, tree.checkpoint.info), outline)
     order = _order(found, sort) if found is not None else np.empty(0, np.int64)

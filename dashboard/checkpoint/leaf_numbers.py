@@ -12,7 +12,9 @@ from treeckpt._inspect.moments import Moments
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..store.library import Library, Run
+from ..pages.checkpoints import OpenTree
+from ..store.library import Library
+from .chunks import leaf_of, stored_leaf
 
 MAX_STEPS = 500
 """Checkpoints of a run that the chart of one array shows: the newest."""
@@ -93,10 +95,15 @@ def leaf_numbers(moments: Moments) -> LeafNumbers:
     return LeafNumbers(moments.count, moments.nan, moments.infinite, *numbers)
 
 
-def leaf_steps(library: Library, run: Run, path: str) -> LeafSteps:
-    """Returns the statistics of the array at a path over the steps of a run."""
+def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
+    """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
+    library, path = tree.library, stored_leaf(tree.index, leaf_of(tree.index, number)).path
     found = LeafSteps(path, [], [], [], [], 0)
-    complete = [(i, info) for i, info in library.checkpoints(run) if info.status == "complete" and not info.abandoned]
+    complete = [
+        (i, info)
+        for i, info in library.checkpoints(tree.checkpoint.run)
+        if info.status == "complete" and not info.abandoned
+    ]
     rows = [(info.step, i, info) for i, info in complete[:MAX_STEPS] if info.step is not None]
     for step, checkpoint_id, info in sorted(rows, key=lambda row: row[0]):
         statistics = statistics_of(library, info)

@@ -28,7 +28,7 @@ from treeckpt._runs.verification import (
 )
 from treeckpt.reports import Problem
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..pages.checkpoints import CheckpointRow, OwnTree, checkpoint_row
 from ..store.cache import Cache
 from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
 from ..store.library import Library, NotFound, OpenCheckpoint
@@ -173,12 +173,12 @@ class _Job(ProcessJob):
         )
 
 
-def keep_damage(library: Library, checkpoint: OpenCheckpoint, file: str, text: str) -> None:
+def keep_damage(tree: OwnTree, file: str, text: str) -> None:
     """Keeps that a shard is damaged, which was found while something else was done with it."""
-    save_id = checkpoint.info.save_id or ""
+    checkpoint, save_id = tree.checkpoint, tree.checkpoint.info.save_id or ""
     fingerprint = fingerprint_of(checkpoint.folder.entries(), save_id)
     found = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
-    library.cache.verifications.record(checkpoint.folder, found, beside=False)
+    tree.library.cache.verifications.record(checkpoint.folder, found, beside=False)
 
 
 class VerifyJobs(JobQueue[_Job]):

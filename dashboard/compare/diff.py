@@ -182,7 +182,7 @@ class Comparisons:
     """The most recently used comparisons."""
 
     def __init__(self, library: Library, entries: int = 4) -> None:
-        self._library, self._entries = library, entries
+        self.library, self._entries = library, entries
         self._kept: OrderedDict[tuple[str, str], tuple[Index, Index, Comparison]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -192,7 +192,7 @@ class Comparisons:
         Raises:
             CheckpointError: an index cannot be read.
         """
-        key, one, two = (a.info.path, b.info.path), self._library.outline(a).index, self._library.outline(b).index
+        key, one, two = (a.info.path, b.info.path), self.library.outline(a).index, self.library.outline(b).index
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and kept[0] is one and kept[1] is two:

@@ -18,7 +18,6 @@ import numpy as np
 from treeckpt._core.format.records import ArrayRecord, Index, Leaf
 from treeckpt._core.sharding.placements import Mesh, MeshLayout
 from treeckpt._core.text import placement_text
-from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.reshard_preview import (
     RankReads,
     ReshardPlan,
@@ -29,7 +28,7 @@ from treeckpt._inspect.reshard_preview import (
 )
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, next_start
 
 BY_ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "attention.dense", "attention.proj",
@@ -41,6 +40,8 @@ BY_COLUMNS = (
     "c_fc", "mlp.fc", "w1", "w3", "dense_h_to_4h", "wte", "embed_tokens", "lm_head",
 )  # fmt: skip
 """Parts of names of weights whose outputs are divided over ranks."""
+MAX_CELLS = 20_000
+"""Pairs of a rank and a file that are drawn."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -109,10 +110,6 @@ def _rule(layout: MeshLayout) -> str:
     return "*: " + ", ".join(map(placement_text, layout.placements))
 
 
-MAX_CELLS = 20_000
-"""Pairs of a rank and a file that are drawn."""
-
-
 class ReaderRow(msgspec.Struct, frozen=True):
     """One rank of the target mesh."""
 
@@ -164,11 +161,12 @@ class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
     """The rank at each position of the cells."""
 
 
-def reshard_page(
-    checkpoint: CheckpointRow, outline: Outline, mesh: str, names: str, place: str, start: int
-) -> ReshardPage:
-    """Returns the preview of a target mesh; by default of the mesh and the placements of the save."""
-    index = outline.index
+def reshard_page(tree: OwnTree, mesh: str = "", names: str = "", place: str = "", start: int = 0) -> ReshardPage:
+    """What each rank of another mesh would read from which file.
+
+    By default the target is the mesh and the placements of the save.
+    """
+    index = tree.index
     presets, files = presets_of(index), len(index.file_list)
     if not mesh.strip():
         mesh, names, place = presets[0].mesh, presets[0].names, place if place.strip() else presets[0].place
@@ -178,7 +176,7 @@ def reshard_page(
         plan = plan_reshard(index, target, parse_rules(place, target))
     except TreeckptError as error:
         return ReshardPage(
-            checkpoint=checkpoint,
+            checkpoint=tree.row,
             mesh=mesh,
             names=names,
             place=place,
@@ -188,7 +186,7 @@ def reshard_page(
         )
     cells, ranks = _cells(plan)
     return ReshardPage(
-        checkpoint=checkpoint,
+        checkpoint=tree.row,
         mesh=mesh,
         names=names,
         place=place,

@@ -8,21 +8,29 @@ in time are ISO 8601 texts.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from treeckpt._core.format.records import Index
 from treeckpt._core.text import json_number, visible
 from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.store import Store
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
+from treeckpt.errors import CheckpointError
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
+T = TypeVar("T")
+TRIES = 5
+"""Versions of a checkpoint that are read, if saves replace it while it is read."""
 PAGE_ROWS = 100
 """Rows of one page."""
 MAX_METRICS = 32
@@ -204,11 +212,39 @@ def iso_time(ns: int | None) -> str | None:
 
 
 class OpenTree(msgspec.Struct, frozen=True, eq=False):
-    """A checkpoint that a request has opened."""
+    """A checkpoint that a request has opened, also one that another program wrote."""
 
+    library: Library
     checkpoint: OpenCheckpoint
     row: CheckpointRow
     outline: Outline
+
+    @property
+    def index(self) -> Index:
+        """The index of the checkpoint."""
+        return self.outline.index
+
+    def read(self, read: Callable[[Store, Index], T], *, problem_of: Callable[[T], object] = lambda _: None) -> T:
+        """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
+        opened = self
+        for tries_left in reversed(range(TRIES)):
+            with closing(self.library.store(opened.checkpoint)) as store:
+                try:
+                    result = read(store, opened.index)
+                except (CheckpointError, OSError):
+                    newer = open_tree(self.library, self.checkpoint.id) if tries_left else opened
+                    if newer.index.save_id == opened.index.save_id:
+                        raise
+                else:
+                    newer = open_tree(self.library, self.checkpoint.id) if tries_left and problem_of(result) else opened
+                    if newer.index.save_id == opened.index.save_id:
+                        return result
+            opened = newer
+        raise AssertionError("the last try returns or raises")
+
+
+class OwnTree(OpenTree, frozen=True, eq=False):
+    """A checkpoint of ours that a request has opened."""
 
 
 def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
@@ -222,16 +258,16 @@ def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
     row = checkpoint_row(checkpoint_id, found.run, found.info)
     if not row.readable and row.format is None:
         raise NotFound(f"This checkpoint is {row.status}: {row.error}")
-    return OpenTree(found, row, library.outline(found))
+    return OpenTree(library, found, row, library.outline(found))
 
 
-def open_checkpoint(library: Library, checkpoint_id: str) -> OpenTree:
+def open_checkpoint(library: Library, checkpoint_id: str) -> OwnTree:
     """Same as `open_tree`, but raises NotFound if another program wrote the checkpoint."""
     found = open_tree(library, checkpoint_id)
     if found.row.format is not None:
         hint = "only its tree and values are shown. treeckpt convert makes a checkpoint of it."
         raise NotFound(f"This is {found.row.format}: {hint}")
-    return found
+    return OwnTree(library, found.checkpoint, found.row, found.outline)
 
 
 def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingPage:

@@ -49,8 +49,8 @@ class FindPage(msgspec.Struct, frozen=True):
     """Whether the leaves of every run were searched: a large index may still be read, and time is limited."""
 
 
-def find_page(library: Library, q: str, at: str) -> FindPage:
-    """Returns runs, steps and leaves of whose names every word of `q` is a part.
+def find_page(library: Library, q: str = "", at: str = "") -> FindPage:
+    """Runs, steps and leaves whose names have all words of `q`.
 
     A word may also be part of the name of the run of a step; a number is the beginning of a step, with or without
     commas. Leaves are those of the checkpoint `at`, and of the newest good checkpoint of each run.

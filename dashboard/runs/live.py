@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict, deque
 
 import msgspec
@@ -104,8 +105,12 @@ class SaveRates:
         return max(0, save.written - first) / seconds if seconds > 0 else None
 
 
-def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) -> LivePage:
-    """Returns the saves in progress of every run, and those that were killed, the last started first."""
+def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int | None = None) -> LivePage:
+    """Saves in progress of every run.
+
+    And those that were killed; the last started first.
+    """
+    now_ns = time.time_ns() if now_ns is None else now_ns
     library.start_scans(library.runs)
     found = [
         (run, checkpoint_id, info, save)

@@ -35,6 +35,12 @@ SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 StatusFilter = Literal["", Status]
 FIRST = 5
 """Checkpoints of each run in the answer about several runs."""
+_KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
+    "bytes": attrgetter("nbytes"),
+    "time": attrgetter("seconds"),
+    "step": attrgetter("step"),
+    "status": status_of,
+}
 
 
 class RunPart(msgspec.Struct, frozen=True):
@@ -121,14 +127,6 @@ class ListQuery(msgspec.Struct, frozen=True):
 
 class CursorError(ValueError):
     """A cursor did not come from a page."""
-
-
-_KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
-    "bytes": attrgetter("nbytes"),
-    "time": attrgetter("seconds"),
-    "step": attrgetter("step"),
-    "status": status_of,
-}
 
 
 def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:

@@ -37,6 +37,19 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": lambda a, b: a > b,
     "=": lambda a, b: a == b or (math.isnan(a) and math.isnan(b)),
 }
+LATE = 3.0
+"""Usual intervals after which the newest good checkpoint is late."""
+SOONEST = 60.0
+"""Seconds within which none is."""
+ENDED = 3600.0
+"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
+ENDED_INTERVALS = 20
+INTERVALS = 50
+"""The newest intervals of which the median is the usual one."""
+MAX_BRANCHES = 100
+"""Branches of a run that are listed."""
+DURATIONS = 40
+"""Saves of a run whose durations are drawn as a line."""
 
 
 def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
@@ -94,19 +107,6 @@ def condition_of(word: str) -> Callable[[CheckpointInfo], bool] | None:
         return None
     name, compare = match[1].casefold(), _COMPARISONS[match[2]]
     return lambda info: any(compare(value, wanted) for key, value in info.metrics.items() if key.casefold() == name)
-
-
-LATE = 3.0
-"""Usual intervals after which the newest good checkpoint is late."""
-SOONEST = 60.0
-"""Seconds within which none is."""
-ENDED = 3600.0
-"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
-ENDED_INTERVALS = 20
-INTERVALS = 50
-"""The newest intervals of which the median is the usual one."""
-MAX_BRANCHES = 100
-"""Branches of a run that are listed."""
 
 
 class ResumeSnippets(msgspec.Struct, frozen=True):
@@ -318,10 +318,6 @@ def shell_quoted(text: str) -> str:
     data = text.encode("utf-8", "surrogateescape")
     plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
     return f"$'{''.join(plain)}'"
-
-
-DURATIONS = 40
-"""Saves of a run whose durations are drawn as a line."""
 
 
 def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:

@@ -92,8 +92,8 @@ class UsagePage(msgspec.Struct, frozen=True):
     runs: list[UsageRow]
 
 
-def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
-    """Returns the bytes of every run, and what a clean-up by these policies would free. Nothing is deleted.
+def usage_page(library: Library, keep: str | None = None, start: int = 0) -> UsagePage:
+    """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted.
 
     Raises:
         KeepError: `keep` is not valid.

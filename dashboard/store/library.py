@@ -48,6 +48,8 @@ from .watch import DirectoryState, RunWatcher
 
 S = TypeVar("S")
 T = TypeVar("T")
+Listed = Sequence[tuple[str, CheckpointInfo]]
+"""Checkpoints with their ids."""
 
 
 class LastResult(Generic[S, T]):
@@ -62,10 +64,6 @@ class LastResult(Generic[S, T]):
         if pair is None or pair[0] is not listed:
             pair = self._pair = (listed, compute(listed))
         return pair[1]
-
-
-Listed = Sequence[tuple[str, CheckpointInfo]]
-"""Checkpoints with their ids."""
 
 
 class NotFound(Exception):

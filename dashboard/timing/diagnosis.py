@@ -31,6 +31,16 @@ MIN_SHOWN_SHARE = 0.01
 """The share of a save below which its parts are shown as one."""
 NAMED_RANK_SHARE = 0.7
 """The share of a phase's time from which a rank alone is named for it."""
+TimedSave = tuple[str, int, ReducedTimings]
+"""The id, step and timings of a checkpoint."""
+BEFORE = 100
+"""Saves with which the last SAVES are compared."""
+HOSTS = 20
+"""Hosts that are listed."""
+RANKS = 8
+"""Ranks of a host that are listed."""
+OFTEN = 0.5
+"""The share of saves from which on what is seen in them is a trend."""
 
 
 class PartRow(msgspec.Struct, frozen=True):
@@ -128,18 +138,6 @@ def _longest(parts: Sequence[PartRow], late_call: str) -> str:
     if first.share < NAMED_RANK_SHARE * phases[phase]:
         where = f"{len(ranks)} ranks, the longest on {where}"
     return f"{phases[phase]:.0%} of it is {visible(phase)} on {where}".replace("%", " %")
-
-
-TimedSave = tuple[str, int, ReducedTimings]
-"""The id, step and timings of a checkpoint."""
-BEFORE = 100
-"""Saves with which the last SAVES are compared."""
-HOSTS = 20
-"""Hosts that are listed."""
-RANKS = 8
-"""Ranks of a host that are listed."""
-OFTEN = 0.5
-"""The share of saves from which on what is seen in them is a trend."""
 
 
 class OffenderRow(msgspec.Struct, frozen=True):

@@ -35,6 +35,8 @@ STRAGGLERS = 50
 """Stragglers listed on the page, the worst first."""
 
 Sort = Literal["slow", "rank"]
+TICKS = 4_000_000
+"""Units into which the time of a save is divided, so that columns are short integers."""
 
 
 class PhaseRow(msgspec.Struct, frozen=True):
@@ -167,8 +169,12 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of rows of the whole heat map."""
 
 
-def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort: Sort) -> TimingPage:
-    """Returns the timing of a save, also of a failed one, with the spans of ranks from position `start` on.
+def timing_page(
+    library: Library, checkpoint_id: str, start: int = 0, by: str = "rank", sort: Sort = "slow"
+) -> TimingPage:
+    """The spans of a save and their summary.
+
+    Also of a failed one; with the spans of ranks from position `start` on.
 
     Args:
         by: the rows of the heat map: "rank", or one of the page's groups.
@@ -346,10 +352,6 @@ def _span_rows(study: TimingReport, positions: Sequence[int]) -> list[SpanRow]:
                 )
             )
     return rows
-
-
-TICKS = 4_000_000
-"""Units into which the time of a save is divided, so that columns are short integers."""
 
 
 class WaterfallData(msgspec.Struct, frozen=True):

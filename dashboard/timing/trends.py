@@ -29,8 +29,12 @@ BINS = 240
 """Bins of one view, at most."""
 PHASES = 7
 """Phases that are shown apart, those with the most time in any bin; the others are added up."""
+MAX_STEP = 1 << 62
 UNITS = 10_000
 """Units into which the longest work is divided, so that columns are short integers."""
+T = TypeVar("T")
+MAX_METRICS = 8
+"""Metrics that have a chart."""
 
 
 class TrendBins(msgspec.Struct, frozen=True):
@@ -134,11 +138,6 @@ def _work(reduced: Sequence[ReducedTimings]) -> tuple[int, np.ndarray]:
 
 def _integers(values: np.ndarray) -> list[list[int]]:
     return np.nan_to_num(np.minimum(values, 1e9), nan=-1.0).round().astype(np.int64).tolist()
-
-
-T = TypeVar("T")
-MAX_METRICS = 8
-"""Metrics that have a chart."""
 
 
 class TrendsPage(msgspec.Struct, frozen=True):
