@@ -16,7 +16,7 @@ from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.unusual import reason_of
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, open_checkpoint, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, filled, next_start, open_checkpoint, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
 from .verify import VerifyJobs
@@ -98,8 +98,8 @@ def _row(index: Index, found: LeafStatistics, row: int) -> ContentsRow:
     spec = leaf.spec
     dtype, shape = (spec.dtype, shape_text(spec.shape)) if spec is not None else ("", "")
     reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
-    numbers = msgspec.structs.asdict(leaf_numbers(moments))
-    return ContentsRow(leaf=leaf.number, path=shorten(leaf.path), dtype=dtype, shape=shape, unusual=reason, **numbers)
+    own = {"leaf": leaf.number, "path": shorten(leaf.path), "dtype": dtype, "shape": shape, "unusual": reason}
+    return filled(ContentsRow, leaf_numbers(moments), **own)
 
 
 def _order(found: LeafStatistics, sort: ContentsOrder) -> np.ndarray:

@@ -19,7 +19,7 @@ from treeckpt._io.storage.shard_reader import verify_shard
 from treeckpt._io.storage.store import Store
 from treeckpt.errors import LayoutError, TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start, shorten
 from ..store.library import NotFound
 from .verify import keep_damage
 
@@ -125,16 +125,7 @@ def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) 
     share = file.nbytes / largest if largest else 0.0
     found = checkpoint.verification.problems if checkpoint.verification is not None else []
     problem = next((one.text for one in found if one.file == file.name), None)
-    return FileRow(
-        number,
-        file.name,
-        rank=file.rank,
-        part=file.part,
-        nbytes=file.nbytes,
-        header=file.header,
-        share=share,
-        problem=problem,
-    )
+    return filled(FileRow, file, number=number, share=share, problem=problem)
 
 
 def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:

@@ -17,7 +17,7 @@ from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 from treeckpt._inspect.treemap import TreemapKey, treemap_of
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start, per_rank_keyword, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, summary_of
 
@@ -113,15 +113,11 @@ class SnippetPage(msgspec.Struct, frozen=True):
 def node_row(index: Index, row: OutlineRow) -> NodeRow:
     """Returns the row of one node."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
-    return NodeRow(
-        node=row.node,
+    return filled(
+        NodeRow,
+        row,
         key=shorten(row.key),
         path=shorten(row.path),
-        kind=row.kind,
-        cls=row.cls,
-        children=row.children,
-        leaves=row.leaves,
-        nbytes=row.nbytes,
         share=row.nbytes / index.nbytes if index.nbytes else 0.0,
         leaf=row.first if leaf is not None else None,
         text=leaf_text(index, leaf) if leaf is not None else _container_text(row),

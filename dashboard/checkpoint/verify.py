@@ -28,7 +28,7 @@ from treeckpt._runs.verification import (
 )
 from treeckpt.reports import Problem
 
-from ..pages.checkpoints import CheckpointRow, OwnTree, checkpoint_row
+from ..pages.checkpoints import CheckpointRow, OwnTree, checkpoint_row, filled
 from ..store.cache import Cache
 from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
 from ..store.library import Library, NotFound, OpenCheckpoint
@@ -158,16 +158,12 @@ class _Job(ProcessJob):
 
     def shown(self) -> VerifyJob:
         rate = self.at.done / self.seconds if self.seconds > 0.5 and self.at.done else None
-        return VerifyJob(
-            state=self.state,
-            done=self.done,
-            nbytes=self.nbytes,
-            share=self.share,
+        return filled(
+            VerifyJob,
+            self,
             shards=self.at.shards,
-            seconds=self.seconds,
             rate=rate,
             eta=(self.nbytes - self.done) / rate if rate and self.open else None,
-            total=self.total,
             problems=[DamagedPart(visible(one.file), visible(one.text)) for one in self.problems],
             error=visible(self.error) if self.error else None,
         )

@@ -27,7 +27,7 @@ from treeckpt._loading.compare import delta_of, verdict_of
 from treeckpt._loading.read_batch import read_arrays
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, shorten
 from ..store.library import Library, NotFound, OpenCheckpoint
 
 MAX_READ = 64 << 20
@@ -298,15 +298,8 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
         raise NotFound("There is no such pair of arrays.")
     x, y = comparison.pairs[pair]
     found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
-    return DeltaRow(
-        x.path,
-        found.elements,
-        compared=found.compared,
-        changed=found.changed,
-        max_abs=json_number(found.max_abs),
-        mean_abs=json_number(found.mean_abs),
-        not_finite=found.not_finite,
-    )
+    largest, mean = json_number(found.max_abs), json_number(found.mean_abs)
+    return filled(DeltaRow, found, path=x.path, max_abs=largest, mean_abs=mean)
 
 
 def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int) -> tuple[list[DiffRow], int | None]:

@@ -28,7 +28,7 @@ from treeckpt._inspect.reshard_preview import (
 )
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start
 
 BY_ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "attention.dense", "attention.proj",
@@ -176,32 +176,18 @@ def reshard_page(tree: OwnTree, mesh: str = "", names: str = "", place: str = ""
         plan = plan_reshard(index, target, parse_rules(place, target))
     except TreeckptError as error:
         return ReshardPage(
-            checkpoint=tree.row,
-            mesh=mesh,
-            names=names,
-            place=place,
-            problem=str(error),
-            presets=presets,
-            files=files,
+            checkpoint=tree.row, mesh=mesh, names=names, place=place, problem=f"{error}", presets=presets, files=files
         )
     cells, ranks = _cells(plan)
-    return ReshardPage(
+    return filled(
+        ReshardPage,
+        plan,
         checkpoint=tree.row,
         mesh=mesh,
         names=names,
         place=place,
         presets=presets,
-        world=plan.world,
         planned=len(plan.ranks),
-        arrays=plan.arrays,
-        nbytes=plan.nbytes,
-        held=plan.held,
-        read=plan.read,
-        amplification=plan.amplification,
-        imbalance=plan.imbalance,
-        whole=plan.whole,
-        unmatched=plan.unmatched,
-        left_out=plan.left_out,
         files=files,
         start=start,
         next=next_start(start, len(plan.ranks)),

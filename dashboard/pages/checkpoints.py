@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 TRIES = 5
 """Versions of a checkpoint that are read, if saves replace it while it is read."""
@@ -124,6 +125,14 @@ class LoadingPage(msgspec.Struct, frozen=True):
     progress: ReadProgress
 
 
+def filled(kind: type[S], *sources: object, **own: Any) -> S:
+    """Returns a struct with these fields; the others are those of the same name of the first source that has it."""
+    for name in kind.__struct_fields__:
+        if name not in own and (source := next((one for one in sources if hasattr(one, name)), None)) is not None:
+            own[name] = getattr(source, name)
+    return kind(**own)
+
+
 def next_start(start: int, total: int, count: int = PAGE_ROWS) -> int | None:
     """Returns the first row of the page after the one from `start` on; None if that is the last."""
     return start + count if start + count < total else None
@@ -154,25 +163,19 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     error = info.problem if waits_for is None or info.status != "partial" else waits_for
     found = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
-    return CheckpointRow(
+    return filled(
+        CheckpointRow,
+        info,
         id=checkpoint_id,
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
         status=status_of(info),
-        step=info.step,
-        save_id=info.save_id,
-        world=info.world,
-        leaves=info.leaves,
-        nbytes=info.nbytes,
-        disk_nbytes=info.disk_nbytes,
         created=iso_time(info.created_ns),
-        seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
         metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
-        pinned=info.pinned,
         format=info.format if isinstance(info, ForeignInfo) else None,
         verification=_verification_row(found) if found is not None else None,
         saved=open_save.fraction if open_save else None,
@@ -182,7 +185,6 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         saving=open_save.world if open_save else None,
         progressed=iso_time(open_save.updated_ns) if open_save else None,
         waits_for=waits_for,
-        abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
     )
 
@@ -194,11 +196,12 @@ def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
 
 
 def _verification_row(found: Verification) -> VerificationRow:
-    shown = {name: getattr(found, name) for name in VerificationResult.__struct_fields__}
-    shown["by"] = visible(found.by)
-    for name in ("problems", "unread"):
-        shown[name] = [DamagedPart(visible(one.file), visible(one.text)) for one in getattr(found, name)]
-    return VerificationRow(**shown, ok=found.ok, ended=iso_time(found.ended_ns))
+    problems, unread = (
+        [DamagedPart(visible(part.file), visible(part.text)) for part in parts]
+        for parts in (found.problems, found.unread)
+    )
+    ended = iso_time(found.ended_ns)
+    return filled(VerificationRow, found, by=visible(found.by), problems=problems, unread=unread, ended=ended)
 
 
 def iso_time(ns: int | None) -> str | None:

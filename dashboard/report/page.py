@@ -54,6 +54,31 @@ _LIST = re.compile(r"^(.*)export\{([^}]*)\};?\s*$", re.S)
 """The end of a minified library, which names what it exports."""
 _LICENSED = re.compile(r"(vendor/[a-z0-9-]+?)-\d+\.\d")
 _COMMENT = re.compile(r"^[ \t]*/\*\*(?:(?!\*/).)*\*/[ \t]*\n|^// @ts-check\n", re.M | re.S)
+WIDTH = 1000
+HERE = "here"
+"""Stands for the id of the checkpoint in addresses."""
+MARKED = 1.2
+"""Times the median rank's work from which on the waterfall marks the slowest rank."""
+NODES = 2000
+"""Nodes of the tree that are listed."""
+CHILDREN = 200
+"""Children of one node that are listed."""
+AREAS = 600
+"""Areas of a treemap."""
+GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "dtype")
+"""Treemaps of a report; those by rank and by file, which look at every chunk, would double its time."""
+MAPS = 6
+"""Arrays that have a shard map."""
+MAX_REGIONS = 512
+"""Regions of a shard map."""
+MAX_CHUNKS = 1 << 16
+"""An array of more chunks has no shard map."""
+RANKS = 40
+"""Ranks of the waterfall."""
+SPANS = 200
+"""Spans of each of them."""
+FILES = 100
+CHECKPOINTS = 200
 
 
 def _static(name: str) -> str:
@@ -100,9 +125,6 @@ def _name(module: str) -> str:
     return "m_" + re.sub(r"\W", "_", module)
 
 
-WIDTH = 1000
-
-
 def _text(x: float, y: float, text: str, anchor: str = "start") -> Html:
     return el("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
 
@@ -133,32 +155,6 @@ def line_chart(
     shapes += [_text(left, height - 4, f"step {steps[0]}"), _text(WIDTH - 20, height - 4, f"{steps[-1]}", anchor="end")]
     label = ", ".join(name for name, _ in series) + " over steps"
     return el("svg", *shapes, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
-
-
-HERE = "here"
-"""Stands for the id of the checkpoint in addresses."""
-MARKED = 1.2
-"""Times the median rank's work from which on the waterfall marks the slowest rank."""
-NODES = 2000
-"""Nodes of the tree that are listed."""
-CHILDREN = 200
-"""Children of one node that are listed."""
-AREAS = 600
-"""Areas of a treemap."""
-GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "dtype")
-"""Treemaps of a report; those by rank and by file, which look at every chunk, would double its time."""
-MAPS = 6
-"""Arrays that have a shard map."""
-MAX_REGIONS = 512
-"""Regions of a shard map."""
-MAX_CHUNKS = 1 << 16
-"""An array of more chunks has no shard map."""
-RANKS = 40
-"""Ranks of the waterfall."""
-SPANS = 200
-"""Spans of each of them."""
-FILES = 100
-CHECKPOINTS = 200
 
 
 class Drawings(msgspec.Struct):
@@ -267,7 +263,7 @@ def _checkpoint(
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *timing]
     outline = Outline.of(index)
-    sizes, maps = _sizes(outline, drawings), _maps(index, drawings)
+    sizes, maps = _sizes(outline, drawings), _maps(outline, drawings)
     return [state, _facts(index), sizes, *timing, *maps, _tree(outline), _files(index)]
 
 
@@ -304,7 +300,7 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     """Draws treemaps of the largest leaves, and lists the largest nodes."""
     drawings.modules.append("treemap.js")
     for by in GROUPINGS:
-        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, by, "", AREAS)
+        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, by, count=AREAS)
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
@@ -323,8 +319,9 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     return _section("Sizes", by, treemap, table(columns, rows, right=columns[1:]))
 
 
-def _maps(index: Index, drawings: Drawings) -> list[Html]:
+def _maps(outline: Outline, drawings: Drawings) -> list[Html]:
     """Draws the largest arrays of several chunks: the last two dimensions, at index 0 of the others."""
+    index = outline.index
     arrays = [leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and leaf.spec]
     spread = [leaf for leaf in arrays if 1 < chunk_count(leaf) <= MAX_CHUNKS and leaf.nbytes]
     largest = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
@@ -334,7 +331,7 @@ def _maps(index: Index, drawings: Drawings) -> list[Html]:
     options: list[Html] = []
     for leaf in largest:
         address = f"checkpoints/{HERE}/leaves/{leaf.number}/map"
-        drawings.answers[address] = map_page(index, leaf, None, None, [], most=MAX_REGIONS)
+        drawings.answers[address] = map_page(outline, leaf.number, most=MAX_REGIONS)
         assert leaf.spec is not None, "arrays only are drawn"
         about = f"{leaf.path} · {leaf.spec.dtype} {shape_text(leaf.spec.shape)} · {layout_text(layout_of(index, leaf))}"
         options.append(el("option", about, value=leaf.number))
@@ -440,7 +437,7 @@ def _timing(path: str | os.PathLike[str], save_id: str | None, drawings: Drawing
 
 def _waterfall(study: TimingReport, drawings: Drawings) -> list[Html]:
     """Draws ranks and phases over time; of many ranks only the slowest."""
-    drawings.modules.append("timing.js")
+    drawings.modules.append("waterfall.js")
     drawings.answers[f"checkpoints/{HERE}/timing/waterfall"] = waterfall_data(study, ranks=RANKS, spans=SPANS)
     profile = study.profile
     label = (

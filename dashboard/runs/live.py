@@ -15,7 +15,7 @@ from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, next_start
+from ..pages.checkpoints import PAGE_ROWS, filled, next_start
 from ..store.library import Library, Run
 
 SHOWN_RANKS = 12
@@ -132,31 +132,22 @@ def _save_row(
     left = max(0, save.planned - save.written)
     ranks = _ranks(run, info, save)
     behind = sorted(ranks, key=lambda one: (one.phase == "commit", one.written - one.planned, one.rank))
-    return SaveRow(
+    return filled(
+        SaveRow,
+        save,
         run=run.id,
         run_name=run.name,
         checkpoint=checkpoint_id,
         name=visible(info.name),
-        save_id=save.save_id,
-        step=save.step,
-        world=save.world,
-        ranks=save.ranks,
-        done=save.done,
-        phase=save.phase,
         stuck=waits_for_text(save, now_ns),
-        state=save.state,
         stalled=save.state != "in_progress",
-        written=save.written,
-        planned=save.planned,
         share=save.fraction,
         seconds=_seconds_since(save.started_ns, now_ns),
         quiet=quiet,
         rate=rate,
         eta=left / rate if rate and save.phase == "write" and save.reported and save.state == "in_progress" else None,
         slowest=[
-            SavingRank(
-                one.rank, one.phase, one.written, one.planned, one.fraction, _seconds_since(one.updated_ns, now_ns)
-            )
+            filled(SavingRank, one, share=one.fraction, quiet=_seconds_since(one.updated_ns, now_ns))
             for one in behind[:SHOWN_RANKS]
         ],
     )

@@ -15,7 +15,7 @@ from treeckpt._core.text import json_number, visible
 from treeckpt._runs.checkpoint_info import CheckpointInfo
 from treeckpt._runs.policy_text import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, filled, next_start, shorten, status_of
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .summary import (
@@ -186,27 +186,21 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
-    part = RunPart(
+    part = filled(
+        RunPart,
+        summary,
         id=run.id,
         name=run.name,
         path=visible(run.store.url),
         total=len(found),
-        complete=summary.complete,
-        others=summary.others,
-        nbytes=summary.nbytes,
         newest_step=summary.newest,
         state=state or (status_of(found[0][1]) if found else None),
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
         value=json_number(summary.value),
-        durations=summary.durations,
-        saving=summary.saving,
-        stalled=summary.stalled,
-        statuses=summary.statuses,
         scan=watch.progress,
         keep=keep_text(policies),
-        metrics=summary.metrics,
         goes=len(summary.gone),
         goes_nbytes=sum(summary.gone.values()),
         sort=query.sort,

@@ -1,8 +1,8 @@
 // @ts-check
 /** The heat map of a save: the time of each rank, or group of ranks, in each phase. */
 import { api, buttonGroup, find, reason, recalled, remember, secondsText } from "./dom.js";
+import { noter } from "./canvas.js";
 import { LEFT, heatGrid, scaleBar, short } from "./heat_grid.js";
-import { noter } from "./tip.js";
 
 /**
  * @typedef {{

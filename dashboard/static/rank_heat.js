@@ -1,8 +1,8 @@
 // @ts-check
 /** The heat map of trends: the work of each rank in each save of a run. */
 import { base, buttonGroup, find, numberText, recalled, remember, secondsText } from "./dom.js";
+import { noter } from "./canvas.js";
 import { LEFT, heatGrid, scaleBar } from "./heat_grid.js";
-import { noter } from "./tip.js";
 
 /** @typedef {import("./trends.js").Bins} Bins */
 
