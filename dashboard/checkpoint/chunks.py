@@ -215,18 +215,18 @@ def map_page(
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
     where = [place[d] if d < len(place) and 0 <= place[d] < n else 0 for d, n in enumerate(sizes)]
-    found = _on_plane(index, stored_leaf(index, leaf), sizes, y, x, where)
+    drawn = _on_plane(index, stored_leaf(index, leaf), sizes, y, x, where)
     numbers, files, boxes = file_numbers(index), {}, []
-    for region, chunk in found[:most]:
+    for region, chunk in drawn[:most]:
         top, rows = (region.offset[y], region.shape[y]) if y is not None else (0, 1)
         left, columns = (region.offset[x], region.shape[x]) if x is not None else (0, 1)
         file = numbers.get(chunk.file.name, NO_FILE)
         files[file] = chunk.file.name
-        held_by = holders(index, leaf, chunk.region) if len(found) <= MAX_BOXES_WITH_HOLDERS else None
+        held_by = holders(index, leaf, chunk.region) if len(drawn) <= MAX_BOXES_WITH_HOLDERS else None
         count = len(held_by) if held_by is not None else 1
         boxes.append([top, left, top + rows, left + columns, chunk.rank, file, chunk.start, chunk.stop, count])
     rows, columns = sizes[y] if y is not None else 1, sizes[x] if x is not None else 1
-    more = max(0, len(found) - most)
+    more = max(0, len(drawn) - most)
     overlaps, twice = overlaps_of(boxes)
     covered = sum((box[2] - box[0]) * (box[3] - box[1]) for box in boxes) - twice
     missing = 0 if more else max(0, rows * columns - covered)
@@ -251,7 +251,7 @@ def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
     if len(boxes) < 2:
         return [], 0
     top, left, bottom, right = np.array([box[:4] for box in boxes], np.int64).T
-    found: list[list[int]] = []
+    shared_boxes: list[list[int]] = []
     twice = 0
     for at in range(len(boxes) - 1):
         rest = slice(at + 1, None)
@@ -261,8 +261,8 @@ def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
         if len(shared):
             cut = np.stack([low, first, high, last], 1)[shared]
             twice += int(((cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])).sum())
-            found += cut[: MAX_OVERLAPS - len(found)].tolist()
-    return found, twice
+            shared_boxes += cut[: MAX_OVERLAPS - len(shared_boxes)].tolist()
+    return shared_boxes, twice
 
 
 def _on_plane(

@@ -65,22 +65,22 @@ def contents_page(
     """The statistics of all arrays, the most unusual first; a verification computes them."""
     job, tree = jobs.shown(checkpoint_id), open_checkpoint(library, checkpoint_id)
     outline = tree.outline
-    found = _fitting(statistics_of(library, tree.checkpoint.info), outline)
-    order = _order(found, sort) if found is not None else np.empty(0, np.int64)
-    if found is not None and q.strip():
-        order = order[np.isin(found.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
+    statistics = _fitting(statistics_of(library, tree.checkpoint.info), outline)
+    order = _order(statistics, sort) if statistics is not None else np.empty(0, np.int64)
+    if statistics is not None and q.strip():
+        order = order[np.isin(statistics.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
     numbers = order[start : start + PAGE_ROWS].tolist()
     return ContentsPage(
         checkpoint=tree.row,
         running=job is not None and job.open,
         share=job.share if job is not None else 0.0,
         error=job.error if job is not None else None,
-        summary=summarize(found) if found is not None else None,
+        summary=summarize(statistics) if statistics is not None else None,
         sort=sort,
         q=q,
         start=start,
         next=next_start(start, len(order)),
-        rows=[_row(outline.index, found, row) for row in numbers] if found is not None else [],
+        rows=[_row(outline.index, statistics, row) for row in numbers] if statistics is not None else [],
     )
 
 

@@ -123,8 +123,8 @@ class BalancePage(msgspec.Struct, frozen=True):
 
 def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) -> FileRow:
     share = file.nbytes / largest if largest else 0.0
-    found = checkpoint.verification.problems if checkpoint.verification is not None else []
-    problem = next((one.text for one in found if one.file == file.name), None)
+    problems = checkpoint.verification.problems if checkpoint.verification is not None else []
+    problem = next((one.text for one in problems if one.file == file.name), None)
     return filled(FileRow, file, number=number, share=share, problem=problem)
 
 
@@ -202,9 +202,9 @@ def strip_page(tree: OwnTree, number: int) -> StripPage:
     # those with the most bytes have a colour of their own
     largest = [row for row in sorted(parts, key=lambda row: -row.nbytes)[:MAX_GROUPS] if row.nbytes]
     groups = ["header", *dict.fromkeys(shorten(row.key) for row in largest), "other parts", "padding"]
-    at = {row.node: groups.index(shorten(row.key), 1) for row in largest}
+    groups_of = {row.node: groups.index(shorten(row.key), 1) for row in largest}
     starts = [row.first for row in parts] + [row.first + row.leaves for row in parts[-1:]]
-    kinds = [*(at.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]
+    kinds = [*(groups_of.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]
     extents = _extents(index, file)
     segments = _join_neighbours([(extent, kinds[bisect_right(starts, extent.leaf) - 1]) for extent in extents])
     return StripPage(
@@ -217,14 +217,14 @@ def strip_page(tree: OwnTree, number: int) -> StripPage:
 
 def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]]:
     """Returns segments of bytes of no leaf. treeckpt writes none, but an index may omit some bytes."""
-    found: list[list[int]] = []
+    segments: list[list[int]] = []
     reach = file.header
     for extent in extents:
         if extent.start > reach:
-            found.append([reach, extent.start, group])
+            segments.append([reach, extent.start, group])
         reach = max(reach, extent.stop)
     end = file.header + file.nbytes
-    return [*found, [reach, end, group]] if reach < end else found
+    return [*segments, [reach, end, group]] if reach < end else segments
 
 
 def _join_neighbours(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
@@ -266,10 +266,10 @@ def checksums_page(tree: OwnTree, number: int, start: int = 0) -> ChecksumsPage:
             number, file.name, start=low, stop=high, nbytes=file.nbytes, next=following, problem=problem
         )
 
-    found = tree.read(compare, problem_of=attrgetter("problem"))
-    if found.problem:
-        keep_damage(tree, found.name, found.problem)
-    return found
+    page = tree.read(compare, problem_of=attrgetter("problem"))
+    if page.problem:
+        keep_damage(tree, page.name, page.problem)
+    return page
 
 
 def balance_page(tree: OwnTree) -> BalancePage:

@@ -69,8 +69,8 @@ def statistics_of(library: Library, info: CheckpointInfo) -> LeafStatistics | No
     verified = info.verification
     if verified is None or verified.changed or not verified.ok:
         return None
-    found = library.cache.statistics.find(info.path, info.save_id)
-    return found if found is not None and found.head.fingerprint == verified.fingerprint else None
+    statistics = library.cache.statistics.find(info.path, info.save_id)
+    return statistics if statistics is not None and statistics.head.fingerprint == verified.fingerprint else None
 
 
 def summarize(found: LeafStatistics) -> ContentsSummary:
@@ -83,8 +83,8 @@ def summarize(found: LeafStatistics) -> ContentsSummary:
 
 def summary_of(library: Library, info: CheckpointInfo) -> ContentsSummary | None:
     """Returns what the statistics of all arrays of a checkpoint say; None if none are known."""
-    found = statistics_of(library, info)
-    return summarize(found) if found is not None else None
+    statistics = statistics_of(library, info)
+    return summarize(statistics) if statistics is not None else None
 
 
 def leaf_numbers(moments: Moments) -> LeafNumbers:
@@ -98,7 +98,7 @@ def leaf_numbers(moments: Moments) -> LeafNumbers:
 def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
     """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
     library, path = tree.library, stored_leaf(tree.index, leaf_of(tree.index, number)).path
-    found = LeafSteps(path, [], [], [], [], 0)
+    steps = LeafSteps(path, [], [], [], [], 0)
     complete = [
         (i, info)
         for i, info in library.checkpoints(tree.checkpoint.run)
@@ -109,8 +109,8 @@ def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
         statistics = statistics_of(library, info)
         row = statistics.row_of(path) if statistics is not None else None
         if statistics is not None and row is not None:
-            found.ids.append(checkpoint_id)
-            found.leaves.append(int(statistics.columns["leaf"][row]))
-            found.step.append(step)
-            found.numbers.append(leaf_numbers(statistics.row(row)))
-    return msgspec.structs.replace(found, unknown=len(rows) - len(found.ids))
+            steps.ids.append(checkpoint_id)
+            steps.leaves.append(int(statistics.columns["leaf"][row]))
+            steps.step.append(step)
+            steps.numbers.append(leaf_numbers(statistics.row(row)))
+    return msgspec.structs.replace(steps, unknown=len(rows) - len(steps.ids))

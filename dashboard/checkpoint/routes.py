@@ -46,9 +46,9 @@ def get_leaf_file(
     tree: OpenTree, number: int, form: values.FileForm = "safetensors", region: str = "", which: int = 0
 ) -> Response:
     """An array, or a region of it, as a file of 64 MiB at most. `X-Checksums` says whether all of it was verified."""
-    found = values.leaf_file(tree, number, form, region, which)
-    response = file_response(found.data, found.name)
-    response.headers["X-Checksums"] = "match" if found.verified else "not compared"
+    file = values.leaf_file(tree, number, form, region, which)
+    response = file_response(file.data, file.name)
+    response.headers["X-Checksums"] = "match" if file.verified else "not compared"
     return response
 
 

@@ -217,13 +217,13 @@ def checkpoint_page(
 
     Without an index to browse the page holds only the row.
     """
-    found = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, found.run, found.info)
+    opened = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, opened.run, opened.info)
     if not row.readable and row.format is None:
         return CheckpointPage(
             row, None, leaves=None, nbytes=None, metadata=[], groups=[], tree=None, found=None, contents=None
         )
-    outline = library.outline(found)
+    outline = library.outline(opened)
     metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
     return CheckpointPage(
         checkpoint=row,
@@ -234,7 +234,7 @@ def checkpoint_page(
         groups=_groups(outline),
         tree=tree_page(outline, node, 0 if q else start),
         found=search_page(outline, q, start) if q.strip() else None,
-        contents=summary_of(library, found.info),
+        contents=summary_of(library, opened.info),
     )
 
 

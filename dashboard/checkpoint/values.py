@@ -211,21 +211,21 @@ def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | Non
 
 
 def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
-    found = element_stats(data, dtype)
-    if found is None:
+    stats = element_stats(data, dtype)
+    if stats is None:
         return None
     # JSON has no infinity: where the edges of bins overflow, there is no histogram
-    finite = all(map(math.isfinite, found.edges))
-    edges, bins = (list(found.edges), list(found.bins)) if finite else ([], [])
+    finite = all(map(math.isfinite, stats.edges))
+    edges, bins = (list(stats.edges), list(stats.bins)) if finite else ([], [])
     return StatisticsPart(
-        nan=found.nan,
-        infinite=found.infinite,
-        zero=found.zero,
-        minimum=_number(found.minimum),
-        maximum=_number(found.maximum),
-        mean=_number(found.mean),
-        deviation=_number(found.deviation),
-        norm=_number(found.norm),
+        nan=stats.nan,
+        infinite=stats.infinite,
+        zero=stats.zero,
+        minimum=_number(stats.minimum),
+        maximum=_number(stats.maximum),
+        mean=_number(stats.mean),
+        deviation=_number(stats.deviation),
+        norm=_number(stats.norm),
         edges=edges,
         bins=bins,
     )
@@ -245,10 +245,10 @@ def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:
 
 
 def _image(plane: np.ndarray, dtype: str) -> ImagePart | None:
-    found = number_image(plane, dtype)
-    if found is None or not math.isfinite(found.limit):
+    image = number_image(plane, dtype)
+    if image is None or not math.isfinite(image.limit):
         return None
-    return ImagePart(found.rows, found.columns, found.limit, found.cells)
+    return ImagePart(image.rows, image.columns, image.limit, image.cells)
 
 
 class LeafFile(NamedTuple):
@@ -286,11 +286,11 @@ def leaf_file(tree: OpenTree, number: int, form: FileForm, region: str, which: i
             hint = "Name a smaller region (region=0:100), or load it with treeckpt.load."
             raise NotFound(f"{what}, and at most {bytes_text(MAX_NBYTES)} are sent. {hint}")
         rank = rank_at(leaf, which)
-        found = peek(store, index, leaf, box, rank=rank)
+        peeked = peek(store, index, leaf, box, rank=rank)
         path = index.entries[number].path.replace("~rank*", f"~rank{rank}")
         spec = msgspec.structs.replace(spec, shape=box.shape)
-        data = _npy(found.data, spec) if form == "npy" else _safetensors(found.data, spec, path, region_text(box))
-        return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified or not nbytes)
+        data = _npy(peeked.data, spec) if form == "npy" else _safetensors(peeked.data, spec, path, region_text(box))
+        return LeafFile(data, f"{path.replace('/', '.')}.{form}", peeked.verified or not nbytes)
 
     return tree.read(read)
 

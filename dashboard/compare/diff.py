@@ -210,10 +210,10 @@ def previous_of(library: Library, checkpoint: OpenCheckpoint) -> str | None:
     """Returns the complete checkpoint of a run with the next smaller step; without a step, the newest other one."""
     info = checkpoint.info
     listed = library.checkpoints(checkpoint.run)
-    found = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
+    others = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
     if info.step is None:
-        return found[0][0] if found else None
-    older = [(c.step, i) for i, c in found if c.step is not None and c.step < info.step]
+        return others[0][0] if others else None
+    older = [(c.step, i) for i, c in others if c.step is not None and c.step < info.step]
     return max(older)[1] if older else None
 
 
@@ -261,7 +261,7 @@ def diff_page(
     also = comparison.found.also
     delta, problem = None, None
     with comparison.reading():
-        found, following = _page(comparison, show, q, start, MAX_READ if read else 0)
+        rows, following = _page(comparison, show, q, start, MAX_READ if read else 0)
         if number is not None:
             try:
                 delta = _delta_row(comparison, number)
@@ -280,7 +280,7 @@ def diff_page(
         more=max(0, len(also) - PAGE_ROWS),
         arrays=len(comparison.pairs),
         known=comparison.known,
-        rows=found,
+        rows=rows,
         read=read,
         delta=delta,
         problem=problem,
@@ -297,9 +297,9 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     if not 0 <= pair < len(comparison.pairs):
         raise NotFound("There is no such pair of arrays.")
     x, y = comparison.pairs[pair]
-    found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
-    largest, mean = json_number(found.max_abs), json_number(found.mean_abs)
-    return filled(DeltaRow, found, path=x.path, max_abs=largest, mean_abs=mean)
+    delta = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
+    largest, mean = json_number(delta.max_abs), json_number(delta.mean_abs)
+    return filled(DeltaRow, delta, path=x.path, max_abs=largest, mean_abs=mean)
 
 
 def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int) -> tuple[list[DiffRow], int | None]:

@@ -61,15 +61,15 @@ def presets_of(index: Index) -> list[Preset]:
         own = Preset("the mesh of the save", _sizes(saved.mesh), ",".join(saved.mesh.names), _rule(saved))
     else:
         own = Preset("the ranks of the save", f"{index.world}", "", "*: Shard(0)")
-    found = [
+    presets = [
         own,
         Preset("one rank", "1", "", "*: Replicate"),
         Preset(f"FSDP over {2 * world}", f"{2 * world}", "dp", "*: Shard(0)"),
         Preset(f"HSDP, 2 replicas of {world} shards", f"2x{world}", "dp_replicate,dp_shard", "*: Replicate, Shard(0)"),
     ]
     if rules := tensor_parallel_rules(leaves):
-        found.append(Preset("tensor parallel over 2", "2", "tp", rules))
-    return found
+        presets.append(Preset("tensor parallel over 2", "2", "tp", rules))
+    return presets
 
 
 def saved_layout(index: Index, leaves: Sequence[Leaf]) -> MeshLayout | None:

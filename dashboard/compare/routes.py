@@ -94,11 +94,11 @@ def show_changes(
     a, b = _newest_two(changes.library, a, b)
     if not (a and b):
         return RedirectResponse("../diff", 303)
-    found = get_changes(request, changes, a, b, by, q, start, action)
+    page = get_changes(request, changes, a, b, by, q, start, action)
     if action:  # so that a reload does not repeat it
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
     request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}
-    return render(request, "changes.html", found)
+    return render(request, "changes.html", page)
 
 
 def show_diff(
@@ -115,12 +115,12 @@ def show_diff(
     """The comparison of two checkpoints, by default of the newest one and the one before it."""
     library = comparisons.library
     a = a or _previous(library, b)
-    found = get_diff(comparisons, a, b, show, q, start, pair, read) if a and b else None
-    if found is not None:
+    page = get_diff(comparisons, a, b, show, q, start, pair, read) if a and b else None
+    if page is not None:
         request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
     if not (a or b):  # the form offers these
         a, b = _newest_two(library, a, b)
-    return render(request, "diff.html", {"diff": found, "a": a, "b": b, "choices": _choices(library, {a, b})})
+    return render(request, "diff.html", {"diff": page, "a": a, "b": b, "choices": _choices(library, {a, b})})
 
 
 def _newest_two(library: Library, a: str, b: str) -> tuple[str, str]:
@@ -133,16 +133,16 @@ def _newest_two(library: Library, a: str, b: str) -> tuple[str, str]:
 def _previous(library: Library, b: str) -> str:
     """Returns the id of the checkpoint before one; empty if there is none."""
     listed = (library.listed(i, run, c) for run in library.runs for i, c in library.checkpoints(run) if i == b)
-    found = next(listed, None) or (library.checkpoint(b) if b else None)
-    return (previous_of(library, found) or "") if found is not None else ""
+    checkpoint = next(listed, None) or (library.checkpoint(b) if b else None)
+    return (previous_of(library, checkpoint) or "") if checkpoint is not None else ""
 
 
 def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
     """Returns every run with its newest readable checkpoints, and with the chosen ones."""
     runs: list[dict[str, Any]] = []
     for run in library.runs:
-        found = [(i, c) for i, c in library.checkpoints(run) if c.leaves is not None]
-        shown = found[:CHOICES] + [pair for pair in found[CHOICES:] if pair[0] in chosen]
+        readable = [(i, c) for i, c in library.checkpoints(run) if c.leaves is not None]
+        shown = readable[:CHOICES] + [pair for pair in readable[CHOICES:] if pair[0] in chosen]
         runs.append({"name": run.name, "checkpoints": [checkpoint_row(i, run, c) for i, c in shown]})
     return runs
 

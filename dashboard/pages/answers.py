@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import functools
 import inspect
 import io
 import re
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_type_hints
 from urllib.parse import quote
 
@@ -82,10 +80,10 @@ def csv_text(build: partial[Any], where: str) -> str:
         holder: Any = build()
         for step in outer:
             holder = getattr(holder, step)
-        found = getattr(holder, name, ())
-        if found and not isinstance(found[0], msgspec.Struct):
-            return _encode(_rows_of_columns(holder, len(found)))
-        rows += [_flat(row) for row in found]
+        values = getattr(holder, name, ())
+        if values and not isinstance(values[0], msgspec.Struct):
+            return _encode(_rows_of_columns(holder, len(values)))
+        rows += [_flat(row) for row in values]
         if (start := getattr(holder, "next", None)) is None:
             return _encode(rows)
         if len(rows) >= MAX_ROWS or time.monotonic() > end:
@@ -111,14 +109,14 @@ def _rows_of_columns(page: msgspec.Struct, count: int) -> list[dict[str, Any]]:
 
 
 def _flat(row: msgspec.Struct) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for name in row.__struct_fields__:
         value = getattr(row, name)
         if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": one for key, one in value.items()}
+            cells |= {f"{name}.{key}": one for key, one in value.items()}
         else:
-            found[name] = value
-    return found
+            cells[name] = value
+    return cells
 
 
 def _encode(rows: Iterable[dict[str, Any]]) -> str:
@@ -160,14 +158,14 @@ def describe_fields(components: dict[str, Any], types: Iterable[Any]) -> None:
                     properties[field]["description"] = text
 
 
-def _collect(kind: Any, found: dict[str, type[msgspec.Struct]]) -> None:
+def _collect(kind: Any, structs: dict[str, type[msgspec.Struct]]) -> None:
     """Adds the structs that a type is made of, by name."""
     for part in get_args(kind):
-        _collect(part, found)
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in found:
-        found[kind.__name__] = kind
+        _collect(part, structs)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in structs:
+        structs[kind.__name__] = kind
         for part in get_type_hints(kind).values():
-            _collect(part, found)
+            _collect(part, structs)
 
 
 def _field_docs(module: str) -> dict[str, dict[str, str]]:
@@ -178,17 +176,17 @@ def _field_docs(module: str) -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except OSError:
         return {}
-    found: dict[str, dict[str, str]] = {}
+    docs: dict[str, dict[str, str]] = {}
     for struct in tree.body:
         if isinstance(struct, ast.ClassDef):
-            found[struct.name] = {
+            docs[struct.name] = {
                 field.target.id: inspect.cleandoc(text.value.value)
                 for field, text in pairwise(struct.body)
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 if isinstance(text.value.value, str)
             }
-    return found
+    return docs
 
 
 def library_of(request: Request) -> Library:
@@ -302,43 +300,29 @@ class PageRouter:
             annotation = inspect.signature(function, eval_str=True).return_annotation
             self.result_types[API + path] = result_type or annotation
         links = self.links[path] = {"json": API + path} | ({"csv": f"{API}{path}/{TABLE}"} if table else {})
-        self._add(self.api, path, function, lambda _, result: json_response(result), links=links, **limits)
+        add = partial(self._add, function, links, **limits)
+        add(self.api, path, lambda _, result: json_response(result))
         if template:
-            self._add(
-                self.pages,
-                page or path,
-                function,
-                lambda request, result: render(request, template, result),
-                links=links,
-                **limits,
-            )
+            add(self.pages, page or path, lambda request, result: render(request, template, result))
         if table:
             self.media_types[links["csv"]] = CSV
             name = f"{next(part for part in reversed(path.split('/')) if '{' not in part)}.csv"
             text = f"The rows of {path} as CSV, from the first that is asked for to the last of all."
-            self._add(
-                self.api,
-                f"{path}/{TABLE}",
-                function,
-                lambda _, text: file_response(text.encode(), name, CSV),
-                links=links,
-                table=table,
-                text=text,
-                **limits,
-            )
+            take = partial(file_response, name=name, media_type=CSV)
+            add(self.api, f"{path}/{TABLE}", lambda _, rows: take(rows.encode()), table=table, text=text)
 
     def show(self, path: str, function: Callable[..., Response]) -> None:
         """Registers a function that returns the response of a page, of which there is no JSON at this path."""
-        self._add(self.pages, path, function, lambda _, result: result)
+        self._add(function, {}, self.pages, path, lambda _, result: result)
 
     def _add(
         self,
+        function: Callable[..., Any],
+        links: Mapping[str, str],
         router: APIRouter,
         path: str,
-        function: Callable[..., Any],
         answer: Answer,
         *,
-        links: Mapping[str, str] = MappingProxyType({}),
         table: str = "",
         text: str = "",
         **limits: Any,
@@ -352,13 +336,13 @@ class PageRouter:
         asked += [p for p in needs if p.name not in given]
 
         def build(request: Request, **parameters: Any) -> Any:
-            found = {name: _given(request, kind, parameters) for name, kind in given.items()}
-            return function(**found, **{name: value for name, value in parameters.items() if name in names})
+            services = {name: _given(request, kind, parameters) for name, kind in given.items()}
+            return function(**services, **{name: value for name, value in parameters.items() if name in names})
 
         def respond(request: Request, **parameters: Any) -> Response:
             ids = {name: quote(str(value), safe="") for name, value in request.path_params.items()}
             request.state.links = {kind: link.format(**ids) for kind, link in links.items()}
-            whole = functools.partial(build, request=request, **parameters)
+            whole = partial(build, request=request, **parameters)
             result = csv_text(whole, table) if table else whole()
             response = result if isinstance(result, Response) else answer(request, result)
             if etag := getattr(request.state, "etag", None):
@@ -401,15 +385,15 @@ def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
             schema = build()
             types = {path: kind for router in routers for path, kind in router.result_types.items()}
             others = [kind for kind, _ in _OTHER_RESPONSES.values()]
-            found, components = msgspec.json.schema_components(
+            schemas, components = msgspec.json.schema_components(
                 [*others, *types.values()], ref_template="#/components/schemas/{name}"
             )
             describe_fields(components, [*others, *types.values()])
             problems = {
                 status: _response_schema(text, one)
-                for (status, (_, text)), one in zip(_OTHER_RESPONSES.items(), found, strict=False)
+                for (status, (_, text)), one in zip(_OTHER_RESPONSES.items(), schemas, strict=False)
             }
-            for path, one in zip(types, found[len(others) :], strict=True):
+            for path, one in zip(types, schemas[len(others) :], strict=True):
                 schema["paths"][path]["get"]["responses"] = {"200": _response_schema("the result", one), **problems}
             for path, media_type in ((p, m) for router in routers for p, m in router.media_types.items()):
                 file = _response_schema("the file", {"type": "string", "format": "binary"}, media_type)

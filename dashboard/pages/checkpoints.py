@@ -30,6 +30,8 @@ from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
+_SHARED_FIELDS: dict[tuple[Any, ...], tuple[str, ...]] = {}
+"""What `filled` takes from a source: looked for once for a call, as a page may have a hundred rows of forty fields."""
 TRIES = 5
 """Versions of a checkpoint that are read, if saves replace it while it is read."""
 PAGE_ROWS = 100
@@ -125,12 +127,13 @@ class LoadingPage(msgspec.Struct, frozen=True):
     progress: ReadProgress
 
 
-def filled(kind: type[S], *sources: object, **own: Any) -> S:
-    """Returns a struct with these fields; the others are those of the same name of the first source that has it."""
-    for name in kind.__struct_fields__:
-        if name not in own and (source := next((one for one in sources if hasattr(one, name)), None)) is not None:
-            own[name] = getattr(source, name)
-    return kind(**own)
+def filled(kind: type[S], source: object, **own: Any) -> S:
+    """Returns a struct with these fields, and with the others that the source has under the same name."""
+    key = (kind, type(source), *own)
+    if (names := _SHARED_FIELDS.get(key)) is None:
+        names = tuple(name for name in kind.__struct_fields__ if name not in own and hasattr(source, name))
+        _SHARED_FIELDS[key] = names
+    return kind(**own, **{name: getattr(source, name) for name in names})
 
 
 def next_start(start: int, total: int, count: int = PAGE_ROWS) -> int | None:
@@ -161,7 +164,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     open_save = save if save is not None and save.state != "killed" else None
     waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
     error = info.problem if waits_for is None or info.status != "partial" else waits_for
-    found = info.verification
+    verification = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
     return filled(
         CheckpointRow,
@@ -177,7 +180,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         readable=info.leaves is not None,
         metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
         format=info.format if isinstance(info, ForeignInfo) else None,
-        verification=_verification_row(found) if found is not None else None,
+        verification=_verification_row(verification) if verification is not None else None,
         saved=open_save.fraction if open_save else None,
         phase=open_save.phase if open_save else None,
         stalled=open_save is not None and open_save.state == "stalled",
@@ -257,20 +260,20 @@ def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
         NotFound: there is no such checkpoint, or it has no index to browse.
         StillReading: its index is being read for the first time.
     """
-    found = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, found.run, found.info)
+    checkpoint = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, checkpoint.run, checkpoint.info)
     if not row.readable and row.format is None:
         raise NotFound(f"This checkpoint is {row.status}: {row.error}")
-    return OpenTree(library, found, row, library.outline(found))
+    return OpenTree(library, checkpoint, row, library.outline(checkpoint))
 
 
 def open_checkpoint(library: Library, checkpoint_id: str) -> OwnTree:
     """Same as `open_tree`, but raises NotFound if another program wrote the checkpoint."""
-    found = open_tree(library, checkpoint_id)
-    if found.row.format is not None:
+    tree = open_tree(library, checkpoint_id)
+    if tree.row.format is not None:
         hint = "only its tree and values are shown. treeckpt convert makes a checkpoint of it."
-        raise NotFound(f"This is {found.row.format}: {hint}")
-    return OwnTree(library, found.checkpoint, found.row, found.outline)
+        raise NotFound(f"This is {tree.row.format}: {hint}")
+    return OwnTree(library, tree.checkpoint, tree.row, tree.outline)
 
 
 def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingPage:

@@ -107,8 +107,8 @@ def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
         for _, imported in _IMPORT.findall(text):
             add(imported)
         exported = _EXPORTED.findall(text)
-        if found := _LIST.match(text):
-            text, exported = found[1], [": ".join(reversed(one.split(" as "))) for one in found[2].split(",")]
+        if exports := _LIST.match(text):
+            text, exported = exports[1], [": ".join(reversed(one.split(" as "))) for one in exports[2].split(",")]
         if licensed := _LICENSED.match(name):
             text = f"/*\n{_static(f'{licensed[1]}-LICENSE')}*/\n{text}"
         body = _IMPORT.sub(lambda one: f"const {{{one[1]}}} = {_name(one[2])};\n", text)
@@ -187,20 +187,20 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
         CheckpointNotFound: there is no checkpoint in it.
     """
     read = NewestIndex(local=True)
-    found = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
-    if not found:
+    infos = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
+    if not infos:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     known = VerificationStore(cache_directory())
-    found = [_verified(info, known) for info in found]
+    infos = [_verified(info, known) for info in infos]
     name = Path(path).absolute().name
-    rows = table(COLUMNS, checkpoint_rows(found[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
-    more = el("p", f"and {len(found) - CHECKPOINTS} older", class_="dim") if len(found) > CHECKPOINTS else None
-    complete = [info for info in found if info.status == "complete"]
+    rows = table(COLUMNS, checkpoint_rows(infos[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
+    more = el("p", f"and {len(infos) - CHECKPOINTS} older", class_="dim") if len(infos) > CHECKPOINTS else None
+    complete = [info for info in infos if info.status == "complete"]
     about = facts(
         [
             ("complete checkpoints", intact := sum(not info.damaged for info in complete)),
-            ("others", len(found) - intact),
-            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found))),
+            ("others", len(infos) - intact),
+            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
@@ -354,22 +354,22 @@ def _tree(outline: Outline) -> Html:
 def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> list[Html]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
-    found: list[Html] = []
+    parts: list[Html] = []
     for row in outline.children(parent.node, count=CHILDREN):
         if left[0] <= 0:
             break
         left[0] -= 1
         if row.kind == "leaf":
-            found.append(_leaf(outline.index, row))
+            parts.append(_leaf(outline.index, row))
             continue
         leaves = count_text(row.leaves, "leaf", "leaves")
         size = el("span", f"{leaves}, {bytes_text(row.nbytes)}", class_="size")
         inner = _nodes(outline, row, left, depth + 1)
         summary = el("summary", el("span", row.key, class_="mono"), size)
-        found.append(el("details", summary, *inner, open="" if not depth else None))
+        parts.append(el("details", summary, *inner, open="" if not depth else None))
     if parent.children > CHILDREN:
-        found.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
-    return found
+        parts.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
+    return parts
 
 
 def _leaf(index: Index, row: OutlineRow) -> Html:

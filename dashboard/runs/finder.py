@@ -65,7 +65,7 @@ def find_page(library: Library, q: str = "", at: str = "") -> FindPage:
     shown = next((one for one in pairs if one[1] == at), None)
     first = shown[0].id if shown is not None else at
     runs = sorted(library.runs, key=lambda run: run.id != first)
-    found = [
+    kinds = [
         list(islice(_found_runs(library.runs, words), MAX_RUNS + 1)),
         list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS + 1)),
     ]
@@ -75,10 +75,10 @@ def find_page(library: Library, q: str = "", at: str = "") -> FindPage:
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
-    found.append(leaves)
+    kinds.append(leaves)
     limits = (MAX_RUNS, MAX_STEPS, MAX_LEAVES)
-    items = [item for kind, limit in zip(found, limits, strict=True) for item in kind[:limit]]
-    more = any(len(kind) > limit for kind, limit in zip(found, limits, strict=True))
+    items = [item for kind, limit in zip(kinds, limits, strict=True) for item in kind[:limit]]
+    more = any(len(kind) > limit for kind, limit in zip(kinds, limits, strict=True))
     return FindPage(q, items, more, complete)
 
 
@@ -126,13 +126,13 @@ def _found_leaves(
     library: Library, trees: Sequence[tuple[Run, str, CheckpointInfo]], words: Sequence[str]
 ) -> tuple[list[FoundItem], bool]:
     """Returns leaves of these checkpoints until there are more than MAX_LEAVES, and whether none was left out."""
-    found: list[FoundItem] = []
+    items: list[FoundItem] = []
     complete, end = True, time.monotonic() + LEAF_SECONDS
     for run, checkpoint_id, info in trees:
-        if len(found) > MAX_LEAVES:
+        if len(items) > MAX_LEAVES:
             break
         if time.monotonic() > end:
-            return found, False
+            return items, False
         rest = [word for word in words if not _is_of_run(word, run)] or words
         try:
             leaves, _ = library.outline(library.listed(checkpoint_id, run, info)).search(
@@ -142,5 +142,5 @@ def _found_leaves(
             complete = False
             continue
         place, at = f"{_title(info)} · {run.name}", f"checkpoints/{checkpoint_id}/leaves"
-        found += [FoundItem("leaf", shorten(leaf.path), place, f"{at}/{leaf.number}") for leaf in leaves]
-    return found, complete
+        items += [FoundItem("leaf", shorten(leaf.path), place, f"{at}/{leaf.number}") for leaf in leaves]
+    return items, complete

@@ -112,16 +112,16 @@ def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int
     """
     now_ns = time.time_ns() if now_ns is None else now_ns
     library.start_scans(library.runs)
-    found = [
+    saves = [
         (run, checkpoint_id, info, save)
         for run in library.runs
         for checkpoint_id, info in library.checkpoints(run, wait=1.0)
         for save in info.saving
     ]
-    found.sort(key=lambda one: -one[3].started_ns)
-    rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE_ROWS]]
-    saving = sum(save.state == "in_progress" for *_, save in found)
-    return LivePage(rows, saving, start, next_start(start, len(found)))
+    saves.sort(key=lambda one: -one[3].started_ns)
+    rows = [_save_row(*one, rates, now_ns) for one in saves[start : start + PAGE_ROWS]]
+    saving = sum(save.state == "in_progress" for *_, save in saves)
+    return LivePage(rows, saving, start, next_start(start, len(saves)))
 
 
 def _save_row(

@@ -134,10 +134,10 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     parts: list[str] = []
     library.start_scans(runs)
     for run in runs:
-        found = library.checkpoints(run, wait=wait)
+        listed = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        pace = _pace(summarize_run(run, found, library.policies))
+        pace = _pace(summarize_run(run, listed, library.policies))
         scanned = (progress.seen, progress.total) if not progress.complete else ""
         parts.append(f"{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
     return "-".join(parts)
@@ -176,13 +176,13 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
 
 
 def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
-    found, watch = library.checkpoints(run), library.watches[run.id]
+    listed, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
-    summary = summarize_run(run, found, policies)
+    summary = summarize_run(run, listed, policies)
     state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
     select = partial(_select, status=query.status, q=query.q, sort=query.sort)
-    matching = _last_selection(run.id, query.status, query.q, query.sort).of(found, select)
+    matching = _last_selection(run.id, query.status, query.q, query.sort).of(listed, select)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
@@ -192,9 +192,9 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         id=run.id,
         name=run.name,
         path=visible(run.store.url),
-        total=len(found),
+        total=len(listed),
         newest_step=summary.newest,
-        state=state or (status_of(found[0][1]) if found else None),
+        state=state or (status_of(listed[0][1]) if listed else None),
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
@@ -239,14 +239,14 @@ def _select(listed: Listed, status: StatusFilter, q: str, sort: str) -> Listed:
     words, conditions = _parse_search(q)
     if not words and not conditions and not status:
         return _sorted(listed, sort)
-    found = [
+    matching = [
         (checkpoint_id, info)
         for checkpoint_id, info in listed
         if status in ("", status_of(info))
         and all(holds(info) for holds in conditions)
         and (not words or all(word in _searched_text(info) for word in words))
     ]
-    return _sorted(found, sort)
+    return _sorted(matching, sort)
 
 
 def _parse_search(q: str) -> tuple[list[str], list[Callable[[CheckpointInfo], bool]]]:

@@ -54,9 +54,9 @@ DURATIONS = 40
 
 def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
     """Returns the metrics that have columns: those that policies name, then those that most checkpoints have."""
-    found = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
-    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in found]
-    return list(dict.fromkeys([*named, *(name for name, _ in found.most_common(COLUMNS))]))[:COLUMNS]
+    counts = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
+    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in counts]
+    return list(dict.fromkeys([*named, *(name for name, _ in counts.most_common(COLUMNS))]))[:COLUMNS]
 
 
 def first_metric(names: Sequence[str]) -> str | None:
@@ -222,14 +222,14 @@ def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
     there is none. Checkpoints without a record of that follow the one that was begun before them.
     """
     saves = [info for info in infos if info.status == "complete" and not info.abandoned and info.created_ns]
-    found: list[float] = []
+    intervals: list[float] = []
     for newer, older in pairwise(saves):
         seconds = ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
         if seconds > 0 and (newer.lineage is None or newer.lineage.follows == older.save_id):
-            found.append(seconds)
-            if len(found) == INTERVALS:
+            intervals.append(seconds)
+            if len(intervals) == INTERVALS:
                 break
-    return median(found) if len(found) > 1 else None
+    return median(intervals) if len(intervals) > 1 else None
 
 
 def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
@@ -418,11 +418,11 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
 def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bool]]:
     """Returns the step that each checkpoint follows, and whether another one was saved between them."""
     steps = {info.save_id: info.step for info in infos if info.save_id is not None and info.sequence is not None}
-    found: dict[str, tuple[int | None, bool]] = {}
+    branches: dict[str, tuple[int | None, bool]] = {}
     before: str | None = None
     for info in sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0)):
         assert info.lineage is not None, "others are filtered out above"
         follows = info.lineage.follows
-        found[info.name] = steps.get(follows), before is not None and follows != before
+        branches[info.name] = steps.get(follows), before is not None and follows != before
         before = info.save_id
-    return found
+    return branches

@@ -1,6 +1,7 @@
 // @ts-check
 /** A heat map of rows and columns, with the ramp of its colours: pointed at, and walked through with the arrow keys. */
 import { colour, follow, imageOf, pixelOf, rgbOf } from "./canvas.js";
+import { buttonGroup, find, recalled, remember, secondsText } from "./dom.js";
 
 const STEPS = 256;
 
@@ -188,9 +189,9 @@ export function heatGrid(canvas, note, grid) {
   return redraw;
 }
 
-/** The ramp of colours from short to long. @param {HTMLElement} element */
-export function scaleBar(element) {
-  const canvas = /** @type {HTMLCanvasElement} */ (element);
+/** Draws the ramp of colours from short to long. */
+function drawScale() {
+  const canvas = /** @type {HTMLCanvasElement} */ (find("#heat-scale"));
   follow(canvas, {
     height: () => 10,
     draw: (g, width) => {
@@ -202,4 +203,28 @@ export function scaleBar(element) {
       }
     },
   })();
+}
+
+/**
+ * The choice of what colours stand for, and its ends: seconds, or, within a phase or a save, from the median rank's
+ * time to three times that. Returns whether it is seconds, and what writes the ends anew.
+ * @param {string} name of the choice, in the address and in the attributes of its buttons
+ * @param {{ seconds: string, ratio: string }} values of the buttons
+ * @param {() => number} longest in seconds @param {() => void} redraw
+ */
+export function colourScale(name, { seconds, ratio }, longest, redraw) {
+  let of = recalled(name) === seconds ? seconds : ratio;
+  const bySeconds = () => of === seconds;
+  const showEnds = () => {
+    find("#heat-low").textContent = bySeconds() ? "0" : "the median rank";
+    find("#heat-high").textContent = bySeconds() ? secondsText(longest()) : "3× and more";
+  };
+  buttonGroup(`data-${name}`, (value) => {
+    of = value;
+    remember({ [name]: bySeconds() ? of : null });
+    showEnds();
+    redraw();
+  })(of);
+  drawScale();
+  return { bySeconds, showEnds };
 }

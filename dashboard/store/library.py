@@ -168,8 +168,8 @@ class Library:
         cache: Cache | None = None,
         policies: Sequence[Policy] = (),
     ) -> None:
-        found = [_run(path) for path in paths]
-        self.runs = _with_own_names(tuple({run.id: run for run in found}.values()))
+        runs = [_run(path) for path in paths]
+        self.runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
         self.cache = cache or Cache()
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
@@ -336,10 +336,10 @@ class Library:
         """Returns the reduced timings of a listed checkpoint; None if it has none that can be read."""
         if info.save_id is None or info.seconds is None:
             return None
-        found = self._reduced[run.id]
-        if info.save_id not in found:  # it was dropped: the cache still has it
+        reduced = self._reduced[run.id]
+        if info.save_id not in reduced:  # it was dropped: the cache still has it
             self._look(run, run.store.folder(info.name).listed())
-        return found.get(info.save_id)
+        return reduced.get(info.save_id)
 
     def close(self) -> None:
         """Ends the processes that read indexes, and writes the cache."""
@@ -360,9 +360,9 @@ class _SummaryCache:
         if key[1] == "took":
             url, _, name = key[0].rpartition("/")
             from_file: Any = partial(read_reduced, self._run.store.folder(PurePath(url).name), name)
-            found: Any = self._cache.get_or_read(key, entry, from_file)
-            self._reduced[name.split(".")[1]] = found
-            return found
+            timings: Any = self._cache.get_or_read(key, entry, from_file)
+            self._reduced[name.split(".")[1]] = timings
+            return timings
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
             return self._cache.get_or_read(key, entry, read)
         from_outline: Any = partial(self._read_summary, key[0], entry)

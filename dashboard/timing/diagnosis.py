@@ -72,12 +72,12 @@ def critical_parts(
         total: seconds of the whole save.
     """
     names = host_names(hosts, (segment.rank for segment in path))
-    found: dict[tuple[int, str], list[int]] = {}
+    times: dict[tuple[int, str], list[int]] = {}
     for segment in path:
-        found.setdefault((segment.rank, segment.phase), []).append(segment.stop_ns - segment.start_ns)
+        times.setdefault((segment.rank, segment.phase), []).append(segment.stop_ns - segment.start_ns)
     rows = [
         PartRow(rank, names.get(rank), phase, sum(ns) / 1e9, sum(ns) / 1e9 / total if total else 0.0, len(ns))
-        for (rank, phase), ns in found.items()
+        for (rank, phase), ns in times.items()
     ]
     rows.sort(key=lambda row: -row.seconds)
     shown = [row for row in rows if row.share >= MIN_SHOWN_SHARE]
@@ -105,8 +105,8 @@ def diagnosis(
 def saves_before(info: CheckpointInfo, saves: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Returns the last SAVES checkpoints of a run, oldest first, that were saved before one and have a duration."""
     at = info.created_ns or 0
-    found = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
-    return nlargest(SAVES, found, key=lambda other: other.created_ns or 0)[::-1]
+    earlier = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
+    return nlargest(SAVES, earlier, key=lambda other: other.created_ns or 0)[::-1]
 
 
 def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float) -> str:
@@ -180,12 +180,12 @@ class HostRow(msgspec.Struct, frozen=True):
 def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:
     """Returns the hosts that had stragglers, those of the most saves first."""
     recent = max(0, len(saves) - SAVES)
-    found: dict[str, dict[int, list[tuple[int, SlowRank]]]] = {}
+    seen_by_host: dict[str, dict[int, list[tuple[int, SlowRank]]]] = {}
     for number, (_, _, reduced) in enumerate(saves):
         for slow in reduced.slow:
-            found.setdefault(slow.host, {}).setdefault(slow.rank, []).append((number, slow))
+            seen_by_host.setdefault(slow.host, {}).setdefault(slow.rank, []).append((number, slow))
     rows: list[HostRow] = []
-    for host, ranks in found.items():
+    for host, ranks in seen_by_host.items():
         numbers = {number for seen in ranks.values() for number, _ in seen}
         worst = sorted(ranks, key=lambda rank: (-len(ranks[rank]), rank))
         listed = [_offender(saves, rank, ranks[rank], recent) for rank in worst[:RANKS]]

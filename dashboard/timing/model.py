@@ -183,16 +183,16 @@ def timing_page(
     Raises:
         UnknownGroupingError: there is no such group.
     """
-    found = library.checkpoint(checkpoint_id)
-    run, info = found.run, found.info
+    checkpoint = library.checkpoint(checkpoint_id)
+    run, info = checkpoint.run, checkpoint.info
     row = checkpoint_row(checkpoint_id, run, info)
     if info.status == "foreign":
         return TimingPage(checkpoint=row, problem="This is no checkpoint.")
     try:
-        study = library.study(found)
+        study = library.study(checkpoint)
     except TreeckptError as error:
         return TimingPage(checkpoint=row, problem=visible(str(error)))
-    page = _timing_page(row, study, groupings(library, found, study), start, by, sort)
+    page = _timing_page(row, study, groupings(library, checkpoint, study), start, by, sort)
     saves = [other for _, other in library.checkpoints(run)]
     before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
     return msgspec.structs.replace(

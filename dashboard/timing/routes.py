@@ -30,10 +30,10 @@ def _timings_of(library: Library, checkpoint_id: str) -> tuple[OpenCheckpoint, T
         NotFound: there is no such checkpoint.
         CheckpointError: it has no timings.
     """
-    found = library.checkpoint(checkpoint_id)
-    if found.info.status == "foreign":
+    checkpoint = library.checkpoint(checkpoint_id)
+    if checkpoint.info.status == "foreign":
         raise NotFound("This is no checkpoint.")
-    return found, library.study(found)
+    return checkpoint, library.study(checkpoint)
 
 
 def get_waterfall(library: Library, checkpoint_id: str) -> WaterfallData:
@@ -43,8 +43,8 @@ def get_waterfall(library: Library, checkpoint_id: str) -> WaterfallData:
 
 def get_heat(library: Library, checkpoint_id: str, by: str = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    found, study = _timings_of(library, checkpoint_id)
-    return heat_data(study, groupings(library, found, study), by)
+    checkpoint, study = _timings_of(library, checkpoint_id)
+    return heat_data(study, groupings(library, checkpoint, study), by)
 
 
 def get_trace(library: Library, checkpoint_id: str) -> Response:

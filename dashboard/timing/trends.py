@@ -111,8 +111,8 @@ def _phases(reduced: Sequence[ReducedTimings], starts: np.ndarray, counts: np.nd
     columns = {names: [column[name] for name in names] for names in kinds}
     matrix = np.zeros((len(reduced), len(column)))
     rows = np.repeat(np.arange(len(reduced)), [len(one.names) for one in reduced])
-    found = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
-    matrix[rows, found] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
+    places = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
+    matrix[rows, places] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
     means = np.add.reduceat(matrix, starts, axis=0) / counts[:, None]
     most = means.max(axis=0)
     names = sorted(column, key=lambda name: (name == OTHER, -most[column[name]]))
@@ -197,10 +197,10 @@ class TrendTables:
         Raises:
             NotFound: there is no such run.
         """
-        found = self._trends(run_id)
-        scan = self._library.watches[found.page.run].progress
-        last = next_start(start, len(found.page.ids))
-        return msgspec.structs.replace(found.page, start=start, next=last, scan=scan)
+        trends = self._trends(run_id)
+        scan = self._library.watches[trends.page.run].progress
+        last = next_start(start, len(trends.page.ids))
+        return msgspec.structs.replace(trends.page, start=start, next=last, scan=scan)
 
     def bins(self, run_id: str, low: int, high: int) -> TrendBins:
         """Returns the phases and ranks of the saves between two steps, in bins.
@@ -208,13 +208,13 @@ class TrendTables:
         Raises:
             NotFound: there is no such run.
         """
-        found = self._trends(run_id)
-        if (bins := found.bins.get((low, high))) is None:
-            page, reduced = found.page, found.reduced
+        trends = self._trends(run_id)
+        if (bins := trends.bins.get((low, high))) is None:
+            page, reduced = trends.page, trends.reduced
             shown = [n for n, step in enumerate(page.step) if low <= step <= high and reduced[n] is not None]
             ids, steps = [page.ids[n] for n in shown], [page.step[n] for n in shown]
             bins = trend_bins(ids, steps, [one for n in shown if (one := reduced[n]) is not None])
-            found.bins = {(low, high): bins}  # the last view alone is kept
+            trends.bins = {(low, high): bins}  # the last view alone is kept
         return bins
 
     def _trends(self, run_id: str) -> RunTrends:
@@ -223,11 +223,11 @@ class TrendTables:
 
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
-    found = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
-    found.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
-    infos = [info for _, info in found]
+    complete = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
+    complete.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
+    infos = [info for _, info in complete]
     reduced = [library.reduced_timings(run, info) for info in infos]
-    ids = [checkpoint_id for checkpoint_id, _ in found]
+    ids = [checkpoint_id for checkpoint_id, _ in complete]
     step = [info.step or 0 for info in infos]
     timed = [(ids[n], step[n], one) for n, one in enumerate(reduced) if one is not None]
     hosts = offenders(timed)

@@ -73,7 +73,7 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    found: list[CheckpointInfo] = []
+    listed: list[CheckpointInfo] = []
     runs: dict[str, int] = {}
     others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
@@ -81,24 +81,24 @@ def _ls(options: argparse.Namespace) -> int:
             infos = catalog.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
-        found += infos
+        listed += infos
         if not options.json:
             runs |= _runs_among(infos)
             others |= _others_among(run, infos)
     known = VerificationStore(cache_directory())
-    found = [with_verification(info, open_store(info.path), known) for info in found]
+    listed = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.json:
-        print_json([_json_of(info) for info in found])
+        print_json([_json_of(info) for info in listed])
         return 0
-    if not found and not others:
+    if not listed and not others:
         print_line("no checkpoints")
-    columns = _fitting(_columns(found, runs))
+    columns = _fitting(_columns(listed, runs))
     rows = list(zip(*columns.values(), strict=True))
     if rows:
         print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
     for place, (what, hint) in others.items():
         print_line(f"{place}: {what}. {hint}")
-    for info in found:
+    for info in listed:
         if info.problem and info.status != "foreign":
             print_line(f"{info.name}: {info.problem}", "dim")
         print_saves_under_way(info)
@@ -171,11 +171,11 @@ def _after_text(info: CheckpointInfo, steps: Mapping[str | None, int | None]) ->
 
 
 def _verified_text(info: CheckpointInfo, now: int) -> str:
-    found = info.verification
-    if found is None:
+    verification = info.verification
+    if verification is None:
         return "-"
-    what = "intact" if found.ok else count_text(found.total, "problem")
-    return f"{what}, {ago_text((now - found.ended_ns) / 1e9)}"
+    what = "intact" if verification.ok else count_text(verification.total, "problem")
+    return f"{what}, {ago_text((now - verification.ended_ns) / 1e9)}"
 
 
 def _metrics_text(info: CheckpointInfo) -> str:

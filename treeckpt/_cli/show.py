@@ -157,13 +157,13 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
 
 
 def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
-    found, waiting = list[OutlineRow](), [(row, 0)]
-    while waiting and len(found) <= MAX_ROWS:
+    rows, waiting = list[OutlineRow](), [(row, 0)]
+    while waiting and len(rows) <= MAX_ROWS:
         node, level = waiting.pop()
-        found.append(node)
+        rows.append(node)
         if level < max(depth, 1):
             waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
-    return found[1:]
+    return rows[1:]
 
 
 def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
