@@ -66,7 +66,7 @@ def csv_text(build: partial[Any], where: str) -> str:
     a formula gets an apostrophe before it. A page with its numbers in columns has all of them at once.
 
     Args:
-        build: builds the page; it takes the first row as `start`, or as that field of its `query`.
+        build: builds the page; it takes the first row as `start`, which a `cursor` overrides.
         where: the names of the fields that lead to the list of rows, or to one of the columns; `next` beside a list
             of rows is the first row of the next page.
 
@@ -88,14 +88,7 @@ def csv_text(build: partial[Any], where: str) -> str:
             return _encode(rows)
         if len(rows) >= MAX_ROWS or time.monotonic() > end:
             raise TableTooLong(len(rows))
-        build = partial(build, **_from_row(build.keywords, start))
-
-
-def _from_row(parameters: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """Returns the parameters of the page from a row on."""
-    if "query" in parameters:
-        return {"query": msgspec.structs.replace(parameters["query"], start=start, cursor="")}
-    return {"start": start}
+        build = partial(build, start=start, **({"cursor": ""} if "cursor" in build.keywords else {}))
 
 
 def _rows_of_columns(page: msgspec.Struct, count: int) -> list[dict[str, Any]]:

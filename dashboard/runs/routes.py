@@ -8,44 +8,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
-from ..pages.answers import LIMITS, PageRouter
+from ..pages.answers import PageRouter
 from ..store.library import Library, Run
 from . import live, model, usage
 from .finder import find_page
 from .metrics import metrics_text
 from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 
-Start = Annotated[int, LIMITS["start"]]
-Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
-RunWords = Annotated[str, Query(max_length=500, description="words to find, and conditions as `loss<2.5`")]
-SortText = Annotated[
-    str,
-    Query(pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"),
-]
-KEEP = Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")
-Keep = Annotated[str | None, KEEP]
-router = PageRouter(keep=KEEP)
+router = PageRouter(
+    cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
+    sort=Query(
+        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+    ),
+    keep=Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`"),
+)
 NAME = Query(max_length=500, description="words of the name, the path or the state of a run")
+WORDS = Query(max_length=500, description="words to find, and conditions as `loss<2.5`")
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
-
-
-def _list_query(
-    start: Start = 0,
-    cursor: Cursor = "",
-    sort: SortText = "newest",
-    status: StatusFilter = "",
-    q: RunWords = "",
-    keep: Keep = None,
-) -> ListQuery:
-    return ListQuery(start, cursor, sort, status, q, keep)
-
-
-RunQuery = Annotated[ListQuery, Depends(_list_query)]
 
 
 class NotModified(Exception):
@@ -81,10 +64,20 @@ def get_runs(request: Request, library: Library, q: str = "") -> RunsPage | Resp
     return model.runs_page(library, q)
 
 
-def get_run(request: Request, library: Library, run_id: str, query: RunQuery) -> RunPage:
+def get_run(
+    request: Request,
+    library: Library,
+    run_id: str,
+    start: int = 0,
+    cursor: str = "",
+    sort: str = "newest",
+    status: StatusFilter = "",
+    q: str = "",
+    keep: str | None = None,
+) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     _check_tag(request, library, [library.run(run_id)])
-    return model.run_page(library, run_id, query)
+    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, keep))
 
 
 def show_metrics(library: Library) -> PlainTextResponse:
@@ -94,7 +87,7 @@ def show_metrics(library: Library) -> PlainTextResponse:
 
 router.get("/runs", get_runs, "runs.html", page="/", table="runs", result_type=RunsPage, q=NAME)
 router.get("/find", find_page, at=PLACE)
-router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints")
+router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
 router.get("/live", live.live_page, "live.html")
 router.get("/usage", usage.usage_page, "usage.html", table="runs")
 router.show("/metrics", show_metrics)
