@@ -77,7 +77,7 @@ class LeafPage(msgspec.Struct, frozen=True):
     region: str
     """The region whose chunks were requested, as typed; empty for all chunks."""
     found: list[int]
-    """The same region as [offset per dimension, then size per dimension]; empty for all chunks."""
+    """The requested region as [offset per dimension, then size per dimension]; empty for all chunks."""
     problem: str | None
     """Why the typed text is no region."""
     forms: list[FileForm]

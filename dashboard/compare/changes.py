@@ -69,7 +69,7 @@ class ChangeRow(msgspec.Struct, frozen=True):
     """By how much an array, or all arrays of a layer, differ. None for what no number holds."""
 
     path: str
-    """Of the array in the second checkpoint, or of the layer."""
+    """The path of the array in the second checkpoint, or of the layer."""
     leaf_a: int | None
     leaf_b: int | None
     """Numbers of the leaves; None for a layer."""

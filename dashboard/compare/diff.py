@@ -65,14 +65,14 @@ class DiffRow(msgspec.Struct, frozen=True):
     before: str
     after: str
     verdict: str
-    """Of content: equal, changed, unknown (checksums cannot decide) or unreadable."""
+    """What is known of content: equal, changed, unknown (checksums cannot decide) or unreadable; else empty."""
     pair: int | None
     """The number of the pair of arrays whose contents can be compared."""
     leaf_a: int | None
     leaf_b: int | None
     nbytes: int
     delta: DeltaRow | None
-    """Of content that was read."""
+    """How the elements differ, where they were read."""
 
 
 class DiffPage(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ LIMITS = {
     "start": Query(ge=0, le=1 << 53, description="number of the first row"),
     "q": Query(max_length=500, description="words that a path must contain"),
 }
-"""Of the parameters of requests that are the same in all rooms."""
+"""The limits of those parameters of requests that are the same in all rooms."""
 
 
 class TableTooLong(Exception):

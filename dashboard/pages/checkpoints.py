@@ -31,7 +31,7 @@ from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 _SHARED_FIELDS: dict[tuple[Any, ...], tuple[str, ...]] = {}
-"""What `filled` takes from a source: looked for once for a call, as a page may have a hundred rows of forty fields."""
+"""What `filled` takes from a source, looked for once for a call: a page may have hundreds of rows."""
 TRIES = 5
 """Versions of a checkpoint that are read, if saves replace it while it is read."""
 PAGE_ROWS = 100
@@ -86,14 +86,14 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
     """What was saved with it, the first MAX_METRICS of it; "NaN", "Infinity" or "-Infinity" of no finite one."""
     best: dict[str, str] = {}
-    """By metric: "best" of the run by a policy; where no policy names the metric, "lowest" or "highest"."""
+    """What its value is among those of the run, by metric: "best" by a policy; without one, "lowest" or "highest"."""
     pinned: bool = False
     kept: list[str] = []
     """Why retention keeps it; empty if nothing keeps it, or if no policies are known."""
     goes: bool = False
     """Whether the next clean-up deletes it."""
     format: str | None = None
-    """Of a checkpoint of another program, what it is: its tree and values can be browsed, and nothing else."""
+    """What a checkpoint of another program is: its tree and values can be browsed, and nothing else."""
     verification: VerificationRow | None = None
     """The last verification of its bytes, as far as it still holds."""
     saved: float | None = None
@@ -166,18 +166,25 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     error = info.problem if waits_for is None or info.status != "partial" else waits_for
     verification = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
-    return filled(
-        CheckpointRow,
-        info,
+    return CheckpointRow(
         id=checkpoint_id,
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
         status=status_of(info),
+        step=info.step,
+        save_id=info.save_id,
+        world=info.world,
+        leaves=info.leaves,
+        nbytes=info.nbytes,
+        disk_nbytes=info.disk_nbytes,
         created=iso_time(info.created_ns),
+        seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
+        pinned=info.pinned,
+        abandoned=info.abandoned,
         metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
         format=info.format if isinstance(info, ForeignInfo) else None,
         verification=_verification_row(verification) if verification is not None else None,

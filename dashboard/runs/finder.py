@@ -35,7 +35,7 @@ class FoundItem(msgspec.Struct, frozen=True):
     detail: str
     """Where it is, in a few words."""
     href: str
-    """Of its page, relative to the root of the dashboard."""
+    """The address of its page, relative to the root of the dashboard."""
 
 
 class FindPage(msgspec.Struct, frozen=True):

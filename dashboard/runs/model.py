@@ -57,7 +57,7 @@ class RunPart(msgspec.Struct, frozen=True):
     """Bytes of all files of its checkpoints."""
     newest_step: int | None
     state: Status | None
-    """Of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
+    """The status of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
     good: CheckpointRow | None
     """The newest checkpoint that is complete, not damaged as far as known, and on no abandoned branch."""
     pace: SavePace
@@ -117,7 +117,7 @@ class ListQuery(msgspec.Struct, frozen=True):
     start: int = 0
     cursor: str = ""
     sort: str = "newest"
-    """As SORTS."""
+    """The order of the list, as SORTS has it."""
     status: StatusFilter = ""
     q: str = ""
     """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""

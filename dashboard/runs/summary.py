@@ -124,7 +124,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """A checkpoint that a run can be resumed from."""
 
     metric: str | None
-    """By which it is the best; None if it was not chosen by a metric."""
+    """The metric by which it is the best; None if it was not chosen by a metric."""
     mode: Literal["min", "max"] | None
     value: float | str | None
     checkpoint: CheckpointRow
@@ -152,9 +152,9 @@ class ResumePanel(msgspec.Struct, frozen=True):
     newest: ResumePoint | None
     """The newest checkpoint that is complete, not known to be damaged, and on no abandoned branch."""
     best: ResumePoint | None
-    """Of these, the one with the best metric."""
+    """The one with the best metric among the complete, intact checkpoints of branches that were not abandoned."""
     verified: ResumePoint | None
-    """Of these, the newest whose bytes were verified."""
+    """The newest of the same whose bytes were verified."""
     branches: list[LineageBranch]
     """The newest first. One, unless the run went back to an earlier step."""
 
@@ -181,7 +181,7 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     newest: tuple[str, CheckpointInfo] | None
     best: tuple[str, CheckpointInfo] | None
     rating: Best | None
-    """By what the best is chosen."""
+    """The policy by which the best is chosen."""
     verified: tuple[str, CheckpointInfo] | None
     interval: float | None
     branches: tuple[LineageBranch, ...]
@@ -364,9 +364,9 @@ class RunSummary(msgspec.Struct, frozen=True):
     metrics: list[str]
     """The metrics that have columns."""
     best: dict[str, dict[str, str]]
-    """By the name of a checkpoint and of a metric: see `best_marks`."""
+    """What the values of checkpoints are, by the names of checkpoint and metric: see `best_marks`."""
     branches: dict[str, tuple[int | None, bool]]
-    """By the name of a checkpoint: the step of the one that it follows, and whether a branch begins between them."""
+    """The step that each checkpoint follows, and whether a branch begins between them, by its name."""
     metric: str | None
     value: float | None
     """The newest value of `metric`."""

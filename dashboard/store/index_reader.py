@@ -58,7 +58,7 @@ class ReadProgress(msgspec.Struct, frozen=True):
     done: int
     total: int
     share: float | None
-    """From 0 to 1; None if it is not known."""
+    """The done part of it, from 0 to 1; None if it is not known."""
     seconds: float
 
 

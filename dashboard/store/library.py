@@ -80,7 +80,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     id: str
     name: str
     path: Path
-    """Of a remote run, its URL as a path."""
+    """The directory, or the URL of a remote run as a path."""
     store: RunStore
     url: str
     """The URL with which another process opens it; empty for a local run, whose folders are opened by path."""

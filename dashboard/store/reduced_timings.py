@@ -57,7 +57,7 @@ class ReducedTimings(catalog.SaveDuration, frozen=True):
 
     world: int
     names: tuple[str, ...]
-    """Of the phases on the critical path, sorted; one object for all saves with equal ones."""
+    """The names of the phases on the critical path, sorted; one object for all saves with equal ones."""
     times: bytes
     """float64[phases], little-endian: seconds of each phase on the critical path."""
     median: float

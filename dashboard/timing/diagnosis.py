@@ -145,11 +145,11 @@ class OffenderRow(msgspec.Struct, frozen=True):
 
     rank: int
     saves: int
-    """In how many saves."""
+    """The number of saves in which it was one."""
     recent: int
-    """In how many of the last ones; see `HostRow.of`."""
+    """The number of these among the last saves, of which `HostRow.of` says how many they are."""
     worst: int
-    """In how many of them it lost the most time."""
+    """The number of saves in which it lost the most time."""
     times: float | None
     """The median of its time as a multiple of the median rank's."""
     phase: str
@@ -167,12 +167,12 @@ class HostRow(msgspec.Struct, frozen=True):
     saves: int
     """Number of saves in which any of its ranks was a straggler."""
     share: float
-    """The same as a share of all saves."""
+    """The share of these among all saves."""
     recent: int
     of: int
     """How many saves are the last ones."""
     ranks: list[OffenderRow]
-    """Those of the most saves first."""
+    """The ranks that stood out, those of the most saves first."""
     more: int
     """How many others there are."""
 

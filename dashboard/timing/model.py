@@ -60,7 +60,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
     rank: int
     seconds: float
-    """From its first span to its last."""
+    """Seconds from its first span to its last."""
     busy: float
     """Seconds of its own work: without waiting for other ranks, and without what only the coordinator does."""
     nbytes: int
@@ -146,11 +146,11 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     straggling: int = 0
     """Number of all stragglers, of which the worst are listed."""
     diagnosis: str = ""
-    """In a sentence: its duration beside the saves before it, and what took the longest."""
+    """The duration beside the saves before it, and what took the longest, as a sentence."""
     clocks: str = ""
-    """In two sentences: which clocks of hosts differ, and that times are corrected by that; empty if none do."""
+    """Which clocks of hosts differ, and that times are corrected by that, as two sentences; empty if none do."""
     trend: str = ""
-    """In a sentence: whether what slowed it was there in the saves before it."""
+    """Whether what slowed it was there in the saves before it, as a sentence."""
     parts: list[PartRow] = []
     """The critical path by rank and phase, the longest first."""
     rest: RestRow | None = None

@@ -64,7 +64,7 @@ class TrendBins(msgspec.Struct, frozen=True):
     work: list[list[int]] = []
     """Active time by bin and line: the longest of any save and rank; -1 for none."""
     times: list[list[int]] = []
-    """The same as hundredths of the work of the median rank in the same save."""
+    """The work as hundredths of the median rank's in the same save."""
 
 
 def trend_bins(ids: Sequence[str], steps: Sequence[int], reduced: Sequence[ReducedTimings]) -> TrendBins:
@@ -148,7 +148,7 @@ class TrendsPage(msgspec.Struct, frozen=True):
     scan: ScanProgress
     """Until the first scan is complete, saves are still missing."""
     text: str
-    """In a sentence: how long the last saves took beside those before them, and which rank stood out."""
+    """How long the last saves took beside those before them, and which rank stood out, as a sentence."""
     timed: int
     """Saves whose timings could be read."""
     hosts: list[HostRow]

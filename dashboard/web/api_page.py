@@ -25,11 +25,11 @@ class Parameter(msgspec.Struct, frozen=True):
 
     name: str
     place: str
-    """path or query."""
+    """Where it stands: path or query."""
     type: str
     required: bool
     default: str | None
-    """As JSON; None if it has none."""
+    """The default as JSON; None if it has none."""
     text: str
 
 

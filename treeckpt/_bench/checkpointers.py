@@ -29,7 +29,7 @@ class SyncCheckpointer:
 
     name: str
     kinds: tuple[str, ...] = ("save", "load", "fill")
-    """Of "save", "load", "fill" and "first": what is measured; "save" always."""
+    """What is measured, of "save", "load", "fill" and "first"; "save" always."""
 
     def prepare(self, state: State) -> Any:
         """Returns what `save` gets, in the arrays of the library; before the clock starts."""

@@ -64,7 +64,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Until it is durable, or until every page of what was loaded is in memory; of the slowest rank."""
     summed: float
-    """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
+    """Until the processor has also added up every byte that was loaded; of a save the same as `seconds`."""
     nbytes: int
     """Unique bytes of what was saved, or requested by all ranks together."""
     limit: str

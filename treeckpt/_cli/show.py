@@ -303,13 +303,13 @@ class LeafValues(msgspec.Struct, frozen=True):
     """Values of an array, or the first bytes of a text or bytes in shards."""
 
     text: str
-    """As numpy, or Python, prints them; `...` stands for what is left out."""
+    """The values as numpy, or Python, prints them; `...` stands for what is left out."""
     rank: int | None
     """Whose array it is, of one for each rank."""
     at: tuple[int, ...]
     """Indices of the leading dimensions of which `text` shows one element."""
     statistics: ElementStats | None
-    """Of the first `sampled` elements, in C order; None for elements that are no numbers."""
+    """The statistics of the first `sampled` elements, in C order; None for elements that are no numbers."""
     sampled: int
     elements: int
     read: int

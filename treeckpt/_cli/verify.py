@@ -186,7 +186,7 @@ class StatisticsRow(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     low: float | None
-    """In JSON text for an integer beyond 2**53, as `high`."""
+    """The smallest value; in JSON a text for an integer beyond 2**53, as `high`."""
     high: float | None
 
 
