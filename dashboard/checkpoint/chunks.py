@@ -15,6 +15,7 @@ from treeckpt._core.format.byte_map import ChunkLocation, chunk_count, holders_o
 from treeckpt._core.format.records import AliasRecord, Index, Leaf, PerRankArrays
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import region_text
+from treeckpt._inspect.outline import Outline
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import NotFound
@@ -26,6 +27,12 @@ MAX_HOLDERS = 256
 
 
 NO_FILE = -1
+MAX_BOXES = 4096
+"""Regions drawn on one map."""
+MAX_OVERLAPS = 500
+"""Overlaps drawn on one map."""
+MAX_BOXES_WITH_HOLDERS = 512
+"""Regions on a map up to which the number of their holders is computed."""
 
 
 class ChunkRow(msgspec.Struct, frozen=True):
@@ -120,8 +127,13 @@ def _interval(text: str, size: int) -> tuple[int, int]:
     return low, high
 
 
-def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = None) -> ChunksPage:
-    """Returns a page of the chunks of an array, or of those with elements of a region, in row-major order."""
+def chunks_page(outline: Outline, number: int, start: int = 0, *, region: Region | None = None) -> ChunksPage:
+    """A page of the chunks of an array.
+
+    They are in row-major order; with a `region`, only those with elements of it.
+    """
+    index = outline.index
+    leaf = leaf_of(index, number)
     located = locate(index, leaf, region)
     numbers = file_numbers(index)
     rows = [
@@ -139,14 +151,6 @@ def chunks_page(index: Index, leaf: Leaf, start: int, region: Region | None = No
         for at in located[start : start + PAGE_ROWS]
     ]
     return ChunksPage(start, len(located), next_start(start, len(located)), rows)
-
-
-MAX_BOXES = 4096
-"""Regions drawn on one map."""
-MAX_OVERLAPS = 500
-"""Overlaps drawn on one map."""
-MAX_BOXES_WITH_HOLDERS = 512
-"""Regions on a map up to which the number of their holders is computed."""
 
 
 class MapPage(msgspec.Struct, frozen=True):
@@ -185,16 +189,24 @@ def _along(wanted: int | None, sizes: list[int], default: int | None, taken: int
     return wanted if wanted is not None and 0 <= wanted < len(sizes) and wanted != taken else default
 
 
-def map_page(
-    index: Index, leaf: Leaf, y: int | None, x: int | None, at: list[int], *, most: int = MAX_BOXES
-) -> MapPage:
-    """Returns the regions of an array on the plane of dimensions `y` and `x`, at position `at[d]` of every other one.
+def positions(at: str) -> list[int]:
+    """Parses a position for each dimension, as `0,3`; what is left out is 0."""
+    return [int(n[:18]) if n else 0 for n in at.split(",")] if at else []
 
-    By default, and in place of values out of range, these are the last two dimensions and position 0.
+
+def map_page(
+    outline: Outline, number: int, y: int | None = None, x: int | None = None, at: str = "", *, most: int = MAX_BOXES
+) -> MapPage:
+    """The regions of an array on the plane of two of its dimensions.
+
+    By default, and in place of values out of range, these are the last two dimensions and position 0 of the others.
 
     Args:
+        at: the position in every other dimension.
         most: regions that are drawn.
     """
+    index = outline.index
+    leaf, place = leaf_of(index, number), positions(at)
     names, sizes = map_dims(index, leaf)
     if not sizes:
         return MapPage(
@@ -202,19 +214,19 @@ def map_page(
         )
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
-    where = [at[d] if d < len(at) and 0 <= at[d] < n else 0 for d, n in enumerate(sizes)]
-    found = _on_plane(index, stored_leaf(index, leaf), sizes, y, x, where)
+    where = [place[d] if d < len(place) and 0 <= place[d] < n else 0 for d, n in enumerate(sizes)]
+    drawn = _on_plane(index, stored_leaf(index, leaf), sizes, y, x, where)
     numbers, files, boxes = file_numbers(index), {}, []
-    for region, chunk in found[:most]:
+    for region, chunk in drawn[:most]:
         top, rows = (region.offset[y], region.shape[y]) if y is not None else (0, 1)
         left, columns = (region.offset[x], region.shape[x]) if x is not None else (0, 1)
-        number = numbers.get(chunk.file.name, NO_FILE)
-        files[number] = chunk.file.name
-        held_by = holders(index, leaf, chunk.region) if len(found) <= MAX_BOXES_WITH_HOLDERS else None
+        file = numbers.get(chunk.file.name, NO_FILE)
+        files[file] = chunk.file.name
+        held_by = holders(index, leaf, chunk.region) if len(drawn) <= MAX_BOXES_WITH_HOLDERS else None
         count = len(held_by) if held_by is not None else 1
-        boxes.append([top, left, top + rows, left + columns, chunk.rank, number, chunk.start, chunk.stop, count])
+        boxes.append([top, left, top + rows, left + columns, chunk.rank, file, chunk.start, chunk.stop, count])
     rows, columns = sizes[y] if y is not None else 1, sizes[x] if x is not None else 1
-    more = max(0, len(found) - most)
+    more = max(0, len(drawn) - most)
     overlaps, twice = overlaps_of(boxes)
     covered = sum((box[2] - box[0]) * (box[3] - box[1]) for box in boxes) - twice
     missing = 0 if more else max(0, rows * columns - covered)
@@ -239,7 +251,7 @@ def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
     if len(boxes) < 2:
         return [], 0
     top, left, bottom, right = np.array([box[:4] for box in boxes], np.int64).T
-    found: list[list[int]] = []
+    shared_boxes: list[list[int]] = []
     twice = 0
     for at in range(len(boxes) - 1):
         rest = slice(at + 1, None)
@@ -249,8 +261,8 @@ def overlaps_of(boxes: list[list[int]]) -> tuple[list[list[int]], int]:
         if len(shared):
             cut = np.stack([low, first, high, last], 1)[shared]
             twice += int(((cut[:, 2] - cut[:, 0]) * (cut[:, 3] - cut[:, 1])).sum())
-            found += cut[: MAX_OVERLAPS - len(found)].tolist()
-    return found, twice
+            shared_boxes += cut[: MAX_OVERLAPS - len(shared_boxes)].tolist()
+    return shared_boxes, twice
 
 
 def _on_plane(

@@ -16,10 +16,10 @@ from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.ranking import reason_of
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, filled, next_start, open_checkpoint, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .verify import VerifyJob
+from .verify import VerifyJobs
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 
@@ -55,31 +55,32 @@ class ContentsPage(msgspec.Struct, frozen=True):
 
 
 def contents_page(
-    library: Library, tree: OpenTree, job: VerifyJob | None, sort: ContentsOrder, q: str, start: int
+    library: Library,
+    jobs: VerifyJobs,
+    checkpoint_id: str,
+    sort: ContentsOrder = "unusual",
+    q: str = "",
+    start: int = 0,
 ) -> ContentsPage:
-    """Returns the statistics of a checkpoint's arrays from position `start` of an order on.
-
-    Args:
-        job: the last verification of the checkpoint.
-        q: words that a path must contain.
-    """
+    """The statistics of all arrays, the most unusual first; a verification computes them."""
+    job, tree = jobs.shown(checkpoint_id), open_checkpoint(library, checkpoint_id)
     outline = tree.outline
-    found = _fitting(statistics_of(library, tree.checkpoint.info), outline)
-    order = _order(found, sort) if found is not None else np.empty(0, np.int64)
-    if found is not None and q.strip():
-        order = order[np.isin(found.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
+    statistics = _fitting(statistics_of(library, tree.checkpoint.info), outline)
+    order = _order(statistics, sort) if statistics is not None else np.empty(0, np.int64)
+    if statistics is not None and q.strip():
+        order = order[np.isin(statistics.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]
     numbers = order[start : start + PAGE_ROWS].tolist()
     return ContentsPage(
         checkpoint=tree.row,
         running=job is not None and job.open,
         share=job.share if job is not None else 0.0,
         error=job.error if job is not None else None,
-        summary=summarize(found) if found is not None else None,
+        summary=summarize(statistics) if statistics is not None else None,
         sort=sort,
         q=q,
         start=start,
         next=next_start(start, len(order)),
-        rows=[_row(outline.index, found, row) for row in numbers] if found is not None else [],
+        rows=[_row(outline.index, statistics, row) for row in numbers] if statistics is not None else [],
     )
 
 
@@ -97,8 +98,8 @@ def _row(index: Index, found: LeafStatistics, row: int) -> ContentsRow:
     spec = leaf.spec
     dtype, shape = (spec.dtype, shape_text(spec.shape)) if spec is not None else ("", "")
     reason = reason_of(found.ranking, row, moments.nan, moments.infinite)
-    numbers = msgspec.structs.asdict(leaf_numbers(moments))
-    return ContentsRow(leaf=leaf.number, path=shorten(leaf.path), dtype=dtype, shape=shape, unusual=reason, **numbers)
+    own = {"leaf": leaf.number, "path": shorten(leaf.path), "dtype": dtype, "shape": shape, "unusual": reason}
+    return filled(ContentsRow, leaf_numbers(moments), **own)
 
 
 def _order(found: LeafStatistics, sort: ContentsOrder) -> np.ndarray:

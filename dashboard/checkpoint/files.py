@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -11,15 +12,15 @@ from treeckpt._core.format.byte_map import Extent, extents_in_file
 from treeckpt._core.format.files import Sidecar
 from treeckpt._core.format.records import File, Index
 from treeckpt._core.text import region_text
-from treeckpt._inspect.outline import Outline
 from treeckpt._io.os_errors import shows_damage
 from treeckpt._io.storage.checkpoint import Checkpoint, read_sidecar
 from treeckpt._io.storage.shard_reader import verify_shard
 from treeckpt._io.storage.store import Store
 from treeckpt.errors import LayoutError, TreeckptError, visible
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start, shorten
 from ..store.library import NotFound
+from .verify import keep_damage
 
 PART = 64 << 20
 """Bytes whose checksums one request compares."""
@@ -29,6 +30,8 @@ MAX_GROUPS = 7
 """Parts of the tree that have a colour of their own in a strip."""
 MAX_SEGMENTS = 2000
 """Segments drawn in one strip."""
+MAX_SHOWN = 256 << 10
+"""Bytes of a file that are shown."""
 
 
 class FileRow(msgspec.Struct, frozen=True):
@@ -119,18 +122,9 @@ class BalancePage(msgspec.Struct, frozen=True):
 
 def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) -> FileRow:
     share = file.nbytes / largest if largest else 0.0
-    found = checkpoint.verification.problems if checkpoint.verification is not None else []
-    problem = next((one.text for one in found if one.file == file.name), None)
-    return FileRow(
-        number,
-        file.name,
-        rank=file.rank,
-        part=file.part,
-        nbytes=file.nbytes,
-        header=file.header,
-        share=share,
-        problem=problem,
-    )
+    problems = checkpoint.verification.problems if checkpoint.verification is not None else []
+    problem = next((one.text for one in problems if one.file == file.name), None)
+    return filled(FileRow, file, number=number, share=share, problem=problem)
 
 
 def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
@@ -141,24 +135,24 @@ def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
     return by_rank, sum(by_rank.values()) / len(by_rank) if by_rank else 0.0
 
 
-def files_page(checkpoint: CheckpointRow, outline: Outline, start: int) -> FilesPage:
-    """Returns the shards of a checkpoint from number `start` on."""
-    files = outline.index.file_list
+def files_page(tree: OwnTree, start: int = 0) -> FilesPage:
+    """The shards."""
+    files = tree.index.file_list
     by_rank, mean = _rank_nbytes(files)
     most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
     largest = max((file.nbytes for file in files), default=0)
-    rows = [_file_row(n, file, largest, checkpoint) for n, file in enumerate(files[start : start + PAGE_ROWS], start)]
+    rows = [_file_row(n, file, largest, tree.row) for n, file in enumerate(files[start : start + PAGE_ROWS], start)]
     return FilesPage(
-        checkpoint=checkpoint,
+        checkpoint=tree.row,
         total=len(files),
         start=start,
         next=next_start(start, len(files)),
-        nbytes=outline.index.nbytes,
+        nbytes=tree.index.nbytes,
         mean=mean,
         imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
         largest_rank=most,
         rows=rows,
-        sidecars=list(outline.index.sidecars),
+        sidecars=list(tree.index.sidecars),
     )
 
 
@@ -175,13 +169,13 @@ def _extents(index: Index, file: File) -> list[Extent]:
         raise NotFound(f"This shard has more than {MAX_EXTENTS:,} chunks.") from error
 
 
-def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: int) -> FilePage:
-    """Returns one shard with its extents from position `start` on.
+def file_page(tree: OwnTree, number: int, start: int = 0) -> FilePage:
+    """One shard, with a page of its extents.
 
     Raises:
         NotFound: there is no such shard.
     """
-    index = outline.index
+    index = tree.index
     file = _file_of(index, number)
     extents = _extents(index, file)
     rows = [
@@ -190,24 +184,26 @@ def file_page(checkpoint: CheckpointRow, outline: Outline, number: int, start: i
     ]
     following = next_start(start, len(extents))
     largest = max(f.nbytes for f in index.file_list)
-    return FilePage(checkpoint, _file_row(number, file, largest, checkpoint), len(extents), start, following, rows)
+    return FilePage(tree.row, _file_row(number, file, largest, tree.row), len(extents), start, following, rows)
 
 
-def strip_page(outline: Outline, number: int) -> StripPage:
-    """Returns a shard as a strip: its header, then its byte ranges by the part of the tree that they belong to.
+def strip_page(tree: OwnTree, number: int) -> StripPage:
+    """The extents of a shard as few segments, to be drawn.
+
+    First is its header, then its byte ranges by the part of the tree that they belong to.
 
     Raises:
         NotFound: there is no such shard.
     """
-    index = outline.index
+    index = tree.index
     file = _file_of(index, number)
-    parts = outline.children(count=10_000)
+    parts = tree.outline.children(count=10_000)
     # those with the most bytes have a colour of their own
     largest = [row for row in sorted(parts, key=lambda row: -row.nbytes)[:MAX_GROUPS] if row.nbytes]
     groups = ["header", *dict.fromkeys(shorten(row.key) for row in largest), "other parts", "padding"]
-    at = {row.node: groups.index(shorten(row.key), 1) for row in largest}
+    groups_of = {row.node: groups.index(shorten(row.key), 1) for row in largest}
     starts = [row.first for row in parts] + [row.first + row.leaves for row in parts[-1:]]
-    kinds = [*(at.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]
+    kinds = [*(groups_of.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]
     extents = _extents(index, file)
     segments = _join_neighbours([(extent, kinds[bisect_right(starts, extent.leaf) - 1]) for extent in extents])
     return StripPage(
@@ -220,14 +216,14 @@ def strip_page(outline: Outline, number: int) -> StripPage:
 
 def _unused(file: File, extents: Sequence[Extent], group: int) -> list[list[int]]:
     """Returns segments of bytes of no leaf. treeckpt writes none, but an index may omit some bytes."""
-    found: list[list[int]] = []
+    segments: list[list[int]] = []
     reach = file.header
     for extent in extents:
         if extent.start > reach:
-            found.append([reach, extent.start, group])
+            segments.append([reach, extent.start, group])
         reach = max(reach, extent.stop)
     end = file.header + file.nbytes
-    return [*found, [reach, end, group]] if reach < end else found
+    return [*segments, [reach, end, group]] if reach < end else segments
 
 
 def _join_neighbours(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
@@ -244,44 +240,41 @@ def _join_neighbours(extents: Sequence[tuple[Extent, int]]) -> list[list[int]]:
     return sorted(kept)
 
 
-def checksums_page(store: Store, outline: Outline, number: int, start: int) -> ChecksumsPage:
-    """Compares shard `number` with its checksums, up to PART bytes of its data from byte `start` on.
+def checksums_page(tree: OwnTree, number: int, start: int = 0) -> ChecksumsPage:
+    """Compares a part of a shard with its checksums; `next` is the start of the next part.
+
+    A part has up to PART bytes of data. What is damaged is kept as by a verification.
 
     Raises:
         NotFound: there is no such shard.
         StoreError, OSError: it could not be read, which says nothing of the bytes.
     """
-    index = outline.index
-    file = _file_of(index, number)
-    start = min(start, file.nbytes)
-    stop = min(start + PART, file.nbytes)
-    try:
-        verify_shard(store, Checkpoint(store, index).shard(file), start, stop)
-    except (TreeckptError, OSError) as error:
-        if not shows_damage(error):
-            raise
+
+    def compare(store: Store, index: Index) -> ChecksumsPage:
+        file = _file_of(index, number)
+        low = min(start, file.nbytes)
+        high, problem = min(low + PART, file.nbytes), None
+        try:
+            verify_shard(store, Checkpoint(store, index).shard(file), low, high)
+        except (TreeckptError, OSError) as error:
+            if not shows_damage(error):
+                raise
+            high, problem = low, visible(str(error))
+        following = high if problem is None and high < file.nbytes else None
         return ChecksumsPage(
-            number, file.name, start=start, stop=start, nbytes=file.nbytes, next=None, problem=visible(str(error))
+            number, file.name, start=low, stop=high, nbytes=file.nbytes, next=following, problem=problem
         )
-    return ChecksumsPage(
-        number,
-        file.name,
-        start=start,
-        stop=stop,
-        nbytes=file.nbytes,
-        next=stop if stop < file.nbytes else None,
-        problem=None,
-    )
+
+    page = tree.read(compare, problem_of=attrgetter("problem"))
+    if page.problem:
+        keep_damage(tree, page.name, page.problem)
+    return page
 
 
-def balance_page(outline: Outline) -> BalancePage:
-    """Returns the bytes that each rank wrote."""
-    by_rank, mean = _rank_nbytes(outline.index.file_list)
+def balance_page(tree: OwnTree) -> BalancePage:
+    """The bytes that each rank wrote."""
+    by_rank, mean = _rank_nbytes(tree.index.file_list)
     return BalancePage(list(by_rank), list(by_rank.values()), mean)
-
-
-MAX_SHOWN = 256 << 10
-"""Bytes of a file that are shown."""
 
 
 class SidecarPage(msgspec.Struct, frozen=True):
@@ -296,34 +289,33 @@ class SidecarPage(msgspec.Struct, frozen=True):
     """How many bytes the text stands for."""
 
 
-def _sidecar_of(outline: Outline, number: int) -> Sidecar:
-    if not 0 <= number < len(outline.index.sidecars):
-        raise NotFound("There is no such file in this checkpoint.")
-    return outline.index.sidecars[number]
-
-
-def sidecar_file(store: Store, outline: Outline, number: int) -> tuple[Sidecar, bytes]:
+def sidecar_file(tree: OwnTree, number: int) -> tuple[Sidecar, bytes]:
     """Returns a sidecar file, of 64 MiB at most, and its content, which matches its checksum.
 
     Raises:
         NotFound: there is no such file.
         CheckpointError: it is missing or damaged.
     """
-    sidecar = _sidecar_of(outline, number)
-    return sidecar, read_sidecar(store, outline.index, sidecar.name)
+
+    def read(store: Store, index: Index) -> tuple[Sidecar, bytes]:
+        if not 0 <= number < len(index.sidecars):
+            raise NotFound("There is no such file in this checkpoint.")
+        return index.sidecars[number], read_sidecar(store, index, index.sidecars[number].name)
+
+    return tree.read(read)
 
 
-def sidecar_page(store: Store, outline: Outline, row: CheckpointRow, number: int) -> SidecarPage:
-    """Returns the page of a sidecar file.
+def sidecar_page(tree: OwnTree, number: int) -> SidecarPage:
+    """A file that was saved with the checkpoint: its name, its checksum, and its text, if it is one.
 
     Raises:
         NotFound, CheckpointError: as `sidecar_file`.
     """
-    sidecar, data = sidecar_file(store, outline, number)
+    sidecar, data = sidecar_file(tree, number)
     first = data[:MAX_SHOWN]
     try:
         # the cut may be inside a character
         text = first.decode("utf-8", "strict" if len(first) == len(data) else "ignore")
     except UnicodeDecodeError:
         text = None
-    return SidecarPage(row, number, sidecar, None if text is None or "\0" in text else text, len(first))
+    return SidecarPage(tree.row, number, sidecar, None if text is None or "\0" in text else text, len(first))

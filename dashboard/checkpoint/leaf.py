@@ -23,14 +23,12 @@ from treeckpt._core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, peek_blob
-from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, map_dims, parse_region, stored_leaf
-from .leaf_numbers import LeafNumbers, leaf_numbers
+from .leaf_numbers import LeafNumbers, leaf_numbers, statistics_of
 from .tree import Fact, NodeRow, node_row
 from .values import FileForm, file_forms, rank_at
 
@@ -79,7 +77,7 @@ class LeafPage(msgspec.Struct, frozen=True):
     region: str
     """The region whose chunks were requested, as typed; empty for all chunks."""
     found: list[int]
-    """The same region as [offset per dimension, then size per dimension]; empty for all chunks."""
+    """The requested region as [offset per dimension, then size per dimension]; empty for all chunks."""
     problem: str | None
     """Why the typed text is no region."""
     forms: list[FileForm]
@@ -92,21 +90,15 @@ class LeafPage(msgspec.Struct, frozen=True):
     """The statistics of all its elements; None if they are not known."""
 
 
-def leaf_page(
-    checkpoint: CheckpointRow,
-    outline: Outline,
-    number: int,
-    start: int,
-    region: str = "",
-    statistics: LeafStatistics | None = None,
-) -> LeafPage:
-    """Returns the page of one leaf; with a `region` such as `100:200`, only chunks with elements of it.
+def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> LeafPage:
+    """One leaf, with a page of its chunks, or of those with elements of a region.
 
     Raises:
         NotFound: there is none.
     """
-    index = outline.index
+    checkpoint, outline, index = tree.row, tree.outline, tree.index
     leaf = leaf_of(index, number)
+    statistics = statistics_of(tree.library, tree.checkpoint.info)
     base = stored_leaf(index, leaf)
     layout = layout_of(index, base)
     wanted, problem = None, None
@@ -115,7 +107,7 @@ def leaf_page(
     except ValueError as error:
         problem = str(error)
     row = statistics.row_of(base.path) if statistics is not None else None
-    chunks = chunks_page(index, leaf, start, wanted) if leaf.spec else None
+    chunks = chunks_page(outline, number, start, region=wanted) if leaf.spec else None
     # another program's array whose bytes are in no file as they are has no place on a map
     drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
     dims, sizes = map_dims(index, leaf) if drawn else ([], [])
@@ -132,7 +124,7 @@ def leaf_page(
         layout=_layout_text(base, layout),
         mesh=_mesh(layout) if layout else [],
         mesh_ranks=mesh_ranks(layout.mesh).tolist()[:MAX_HOLDERS] if layout else [],
-        values=_values(leaf),
+        values=_blob_facts(tree, number) if leaf.spec is None and leaf.stored is not None else _values(leaf),
         chunks=chunks,
         dims=dims,
         dim_sizes=sizes,
@@ -148,16 +140,16 @@ def leaf_page(
     )
 
 
-def blob_facts(store: Store, outline: Outline, number: int) -> list[Fact]:
-    """Returns the first bytes of leaf `number`, a text or bytes in shards; of one for each rank, that of the first.
+def _blob_facts(tree: OpenTree, number: int) -> list[Fact]:
+    """Returns the first bytes of leaf `number`, a text or bytes in shards; of one for each rank, that of the first."""
 
-    Raises:
-        TreeckptError: they are damaged.
-    """
-    leaf = outline.index.entries[number]
-    rank = rank_at(leaf, 0)
-    text, _ = peek_blob(store, outline.index, leaf, BLOB_SHOWN, rank=rank)
-    return [*_values(leaf), Fact("" if rank is None else f"rank {rank}", "its first characters", text)]
+    def read(store: Store, index: Index) -> list[Fact]:
+        leaf = index.entries[number]
+        rank = rank_at(leaf, 0)
+        text, _ = peek_blob(store, index, leaf, BLOB_SHOWN, rank=rank)
+        return [*_values(leaf), Fact("" if rank is None else f"rank {rank}", "its first characters", text)]
+
+    return tree.read(read)
 
 
 def _nbytes(spec: ArraySpec, region: Region | None) -> int:

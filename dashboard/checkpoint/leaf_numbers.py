@@ -12,7 +12,9 @@ from treeckpt._inspect.numbers import Moments
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..store.library import Library, Run
+from ..pages.checkpoints import OpenTree
+from ..store.library import Library
+from .chunks import leaf_of, stored_leaf
 
 MAX_STEPS = 500
 """Checkpoints of a run that the chart of one array shows: the newest."""
@@ -67,8 +69,8 @@ def statistics_of(library: Library, info: CheckpointInfo) -> LeafStatistics | No
     verified = info.verification
     if verified is None or verified.changed or not verified.ok:
         return None
-    found = library.cache.statistics.find(info.path, info.save_id)
-    return found if found is not None and found.head.fingerprint == verified.fingerprint else None
+    statistics = library.cache.statistics.find(info.path, info.save_id)
+    return statistics if statistics is not None and statistics.head.fingerprint == verified.fingerprint else None
 
 
 def summarize(found: LeafStatistics) -> ContentsSummary:
@@ -81,8 +83,8 @@ def summarize(found: LeafStatistics) -> ContentsSummary:
 
 def summary_of(library: Library, info: CheckpointInfo) -> ContentsSummary | None:
     """Returns what the statistics of all arrays of a checkpoint say; None if none are known."""
-    found = statistics_of(library, info)
-    return summarize(found) if found is not None else None
+    statistics = statistics_of(library, info)
+    return summarize(statistics) if statistics is not None else None
 
 
 def leaf_numbers(moments: Moments) -> LeafNumbers:
@@ -93,17 +95,22 @@ def leaf_numbers(moments: Moments) -> LeafNumbers:
     return LeafNumbers(moments.count, moments.nan, moments.infinite, *numbers)
 
 
-def leaf_steps(library: Library, run: Run, path: str) -> LeafSteps:
-    """Returns the statistics of the array at a path over the steps of a run."""
-    found = LeafSteps(path, [], [], [], [], 0)
-    complete = [(i, info) for i, info in library.checkpoints(run) if info.status == "complete" and not info.abandoned]
+def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
+    """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
+    library, path = tree.library, stored_leaf(tree.index, leaf_of(tree.index, number)).path
+    steps = LeafSteps(path, [], [], [], [], 0)
+    complete = [
+        (i, info)
+        for i, info in library.checkpoints(tree.checkpoint.run)
+        if info.status == "complete" and not info.abandoned
+    ]
     rows = [(info.step, i, info) for i, info in complete[:MAX_STEPS] if info.step is not None]
     for step, checkpoint_id, info in sorted(rows, key=lambda row: row[0]):
         statistics = statistics_of(library, info)
         row = statistics.row_of(path) if statistics is not None else None
         if statistics is not None and row is not None:
-            found.ids.append(checkpoint_id)
-            found.leaves.append(int(statistics.columns["leaf"][row]))
-            found.step.append(step)
-            found.numbers.append(leaf_numbers(statistics.row(row)))
-    return msgspec.structs.replace(found, unknown=len(rows) - len(found.ids))
+            steps.ids.append(checkpoint_id)
+            steps.leaves.append(int(statistics.columns["leaf"][row]))
+            steps.step.append(step)
+            steps.numbers.append(leaf_numbers(statistics.row(row)))
+    return msgspec.structs.replace(steps, unknown=len(rows) - len(steps.ids))

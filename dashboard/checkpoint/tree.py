@@ -15,15 +15,20 @@ from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, treemap_of
-from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt_dashboard.checkpoint.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, next_start, per_rank_keyword, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start, per_rank_keyword, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, summary_of
 
 SCANNED = 100_000
 """Leaves that one request of a filtered search reads."""
+MAX_CHILDREN = 5000
+"""Children of a node; with more of them nothing is folded."""
+MAX_LEAVES = 100
+"""Leaves of a child that are compared one by one; larger children are equal if their counts and bytes are."""
+MAX_DEPTH = 50
+"""Levels that are compared; deeper nodes are equal if their counts and bytes are."""
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -108,15 +113,11 @@ class SnippetPage(msgspec.Struct, frozen=True):
 def node_row(index: Index, row: OutlineRow) -> NodeRow:
     """Returns the row of one node."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
-    return NodeRow(
-        node=row.node,
+    return filled(
+        NodeRow,
+        row,
         key=shorten(row.key),
         path=shorten(row.path),
-        kind=row.kind,
-        cls=row.cls,
-        children=row.children,
-        leaves=row.leaves,
-        nbytes=row.nbytes,
         share=row.nbytes / index.nbytes if index.nbytes else 0.0,
         leaf=row.first if leaf is not None else None,
         text=leaf_text(index, leaf) if leaf is not None else _container_text(row),
@@ -148,47 +149,50 @@ def _found_row(index: Index, leaf: Leaf) -> NodeRow:
     )
 
 
-def tree_page(outline: Outline, name: str, start: int) -> TreePage:
-    """Returns a page of the children of the node `name`.
+def tree_page(outline: Outline, node: str = "", start: int = 0) -> TreePage:
+    """A page of the children of a node.
 
     Raises:
         MismatchError: there is no such node.
     """
-    *above, node = outline.way(name)
-    rows = outline.children(node, start=start, count=PAGE_ROWS)
-    if node.kind == "leaf" and not name:  # the whole tree is one leaf
-        rows = [node]
-    following = next_start(start, node.children)
+    *above, shown = outline.way(node)
+    rows = outline.children(shown, start=start, count=PAGE_ROWS)
+    if shown.kind == "leaf" and not node:  # the whole tree is one leaf
+        rows = [shown]
     index = outline.index
     return TreePage(
-        node=node_row(index, node),
+        node=node_row(index, shown),
         above=[node_row(index, row) for row in above],
         start=start,
-        next=following,
+        next=next_start(start, shown.children),
         rows=[node_row(index, row) for row in rows],
     )
 
 
-def search_page(outline: Outline, query: str, start: int, dtype: str = "", larger: int = 0) -> SearchPage:
-    """Returns leaves whose path contains every word of the query, optionally of one dtype and at least `larger` bytes.
+def search_page(outline: Outline, q: str, start: int = 0) -> SearchPage:
+    """Leaves by the words of their path; `start` is the number of a leaf."""
+    leaves, following = outline.search(q, start=start, count=PAGE_ROWS)
+    return SearchPage(q, start, following, [_found_row(outline.index, leaf) for leaf in leaves])
+
+
+def leaves_page(outline: Outline, q: str = "", dtype: str = "", larger: int = 0, start: int = 0) -> SearchPage:
+    """Leaves by the words of their path, their dtype and their size; `start` is the number of a leaf.
 
     A filtered page may be short, or empty, and still have a next one: a request reads at most SCANNED leaves.
     """
-    index = outline.index
     if not dtype and not larger:
-        leaves, following = outline.search(query, start=start, count=PAGE_ROWS)
-        return SearchPage(query, start, following, [_found_row(index, leaf) for leaf in leaves])
+        return search_page(outline, q, start)
     rows = []
     following: int | None = start
     while following is not None and following < start + SCANNED:
-        leaves, following = outline.search(query, start=following, count=1000)
+        leaves, following = outline.search(q, start=following, count=1000)
         for leaf in leaves:
             if leaf.spec is None or (dtype and leaf.spec.dtype != dtype) or leaf.nbytes < larger:
                 continue
             if len(rows) == PAGE_ROWS:
-                return SearchPage(query, start, leaf.number, rows)
-            rows.append(_found_row(index, leaf))
-    return SearchPage(query, start, following, rows)
+                return SearchPage(q, start, leaf.number, rows)
+            rows.append(_found_row(outline.index, leaf))
+    return SearchPage(q, start, following, rows)
 
 
 def _groups(outline: Outline) -> list[Group]:
@@ -206,15 +210,20 @@ def _groups(outline: Outline) -> list[Group]:
     return groups
 
 
-def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str, start: int) -> CheckpointPage:
-    """Returns the page of one checkpoint; without an index to browse it holds only the row."""
-    found = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, found.run, found.info)
+def checkpoint_page(
+    library: Library, checkpoint_id: str, node: str = "", q: str = "", start: int = 0
+) -> CheckpointPage:
+    """One checkpoint of any status.
+
+    Without an index to browse the page holds only the row.
+    """
+    opened = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, opened.run, opened.info)
     if not row.readable and row.format is None:
         return CheckpointPage(
             row, None, leaves=None, nbytes=None, metadata=[], groups=[], tree=None, found=None, contents=None
         )
-    outline = library.outline(found)
+    outline = library.outline(opened)
     metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
     return CheckpointPage(
         checkpoint=row,
@@ -223,30 +232,23 @@ def checkpoint_page(library: Library, checkpoint_id: str, node: str, query: str,
         nbytes=outline.index.nbytes,
         metadata=[Fact(shorten(name), value_type(value), value_text(value, 1000)) for name, value in metadata],
         groups=_groups(outline),
-        tree=tree_page(outline, node, 0 if query else start),
-        found=search_page(outline, query, start) if query.strip() else None,
-        contents=summary_of(library, found.info),
+        tree=tree_page(outline, node, 0 if q else start),
+        found=search_page(outline, q, start) if q.strip() else None,
+        contents=summary_of(library, opened.info),
     )
 
 
-def snippet_page(info: CheckpointInfo, path: str) -> SnippetPage:
-    """Returns the Python code that loads a leaf, or all leaves below a node, of a checkpoint.
+def snippet_page(library: Library, checkpoint_id: str, path: str = "") -> SnippetPage:
+    """The Python code that loads a leaf, or all leaves below a node.
 
     Names are written as ASCII literals of Python, so that no invisible character of one is pasted.
     """
+    info = library.checkpoint(checkpoint_id).info
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
     select = f", select={[escaped]!a}" if path else ""
     return SnippetPage(
         path, f"import treeckpt as tc\n\ntree = tc.load({info.path!a}{select}{per_rank_keyword(info)})\n"
     )
-
-
-MAX_CHILDREN = 5000
-"""Children of a node; with more of them nothing is folded."""
-MAX_LEAVES = 100
-"""Leaves of a child that are compared one by one; larger children are equal if their counts and bytes are."""
-MAX_DEPTH = 50
-"""Levels that are compared; deeper nodes are equal if their counts and bytes are."""
 
 
 class FoldRow(msgspec.Struct, frozen=True):
@@ -273,19 +275,19 @@ class FoldsPage(msgspec.Struct, frozen=True):
     folds: list[FoldRow]
 
 
-def folds_page(outline: Outline, name: str) -> FoldsPage:
-    """Returns the repeated blocks among the children of a node.
+def folds_page(outline: Outline, node: str = "") -> FoldsPage:
+    """Repeated blocks among the children of a node, equal except for their number.
 
     Raises:
         MismatchError: there is no such node.
     """
-    node = outline.row(name)
+    above = outline.row(node)
     dtypes = sorted({spec.dtype for spec in outline.index.specs if spec.kind not in BLOB_KINDS})
-    if node.children > MAX_CHILDREN:
-        return FoldsPage(name, node.children, dtypes, [])
-    rows = outline.children(node, count=MAX_CHILDREN)
+    if above.children > MAX_CHILDREN:
+        return FoldsPage(node, above.children, dtypes, [])
+    rows = outline.children(above, count=MAX_CHILDREN)
     folds = find_repeated_blocks([row.key for row in rows], [_content_key(outline, row) for row in rows])
-    return FoldsPage(name, node.children, dtypes, [_fold_row(fold, rows) for fold in folds])
+    return FoldsPage(node, above.children, dtypes, [_fold_row(fold, rows) for fold in folds])
 
 
 def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
@@ -332,8 +334,8 @@ class TreemapPage(msgspec.Struct, frozen=True):
     """Number of smaller boxes that a box combines."""
 
 
-def treemap_page(outline: Outline, by: TreemapKey, node: str, count: int) -> TreemapPage:
-    """Returns the treemap of a checkpoint, or of one node.
+def treemap_page(outline: Outline, by: TreemapKey = "tree", node: str = "", count: int = 20_000) -> TreemapPage:
+    """Bytes as nested boxes.
 
     Raises:
         MismatchError: there is no such node.

@@ -20,17 +20,18 @@ from treeckpt._core.text import bytes_text, number_text, region_text
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._foreign.safetensors_read import TAGS
 from treeckpt._inspect.numbers import element_stats, element_texts, number_image
-from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, Peek, peek
 
+from ..pages.checkpoints import OpenTree
 from ..store.library import NotFound
-from .chunks import leaf_of, parse_region
+from .chunks import leaf_of, parse_region, positions
 
 DEFAULT_NBYTES = 1 << 20
 """Bytes of a slice whose size the request does not give."""
 ROWS, COLUMNS = 12, 12
 """Size of the table of values."""
+FileForm = Literal["npy", "safetensors"]
 
 
 class Window(NamedTuple):
@@ -101,20 +102,35 @@ class PeekPage(msgspec.Struct, frozen=True):
     """None if the elements are no numbers."""
 
 
-def peek_page(store: Store, outline: Outline, number: int, window: Window) -> PeekPage:
-    """Reads a slice of leaf `number` of the checkpoint in a store.
+def peek_page(
+    tree: OpenTree,
+    number: int,
+    y: int | None = None,
+    x: int | None = None,
+    at: str = "",
+    top: int = 0,
+    left: int = 0,
+    rows: int | None = None,
+    columns: int | None = None,
+    whole: bool = False,
+) -> PeekPage:
+    """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it.
 
     Raises:
         NotFound: the leaf is no array, or has no elements.
         TreeckptError: the slice is too large, or its bytes are damaged.
     """
-    index = outline.index
-    leaf, spec = array_of(index, number)
-    if not math.prod(spec.shape):
-        raise NotFound("This leaf has no elements to look at.")
-    rank, window = _pick_rank(leaf, window)
-    region, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
-    return _page(peek(store, index, leaf, region, rank=rank), spec.dtype, rank, y, x)
+    asked = Window(y, x, at=tuple(positions(at)), top=top, left=left, rows=rows, columns=columns, whole=whole)
+
+    def read(store: Store, index: Index) -> PeekPage:
+        leaf, spec = array_of(index, number)
+        if not math.prod(spec.shape):
+            raise NotFound("This leaf has no elements to look at.")
+        rank, window = _pick_rank(leaf, asked)
+        region, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
+        return _page(peek(store, index, leaf, region, rank=rank), spec.dtype, rank, y, x)
+
+    return tree.read(read)
 
 
 def array_of(index: Index, number: int) -> tuple[Leaf, ArraySpec]:
@@ -194,21 +210,21 @@ def _page(found: Peek, dtype: str, rank: int | None, y: int | None, x: int | Non
 
 
 def _statistics(data: np.ndarray, dtype: str) -> StatisticsPart | None:
-    found = element_stats(data, dtype)
-    if found is None:
+    stats = element_stats(data, dtype)
+    if stats is None:
         return None
     # JSON has no infinity: where the edges of bins overflow, there is no histogram
-    finite = all(map(math.isfinite, found.edges))
-    edges, bins = (list(found.edges), list(found.bins)) if finite else ([], [])
+    finite = all(map(math.isfinite, stats.edges))
+    edges, bins = (list(stats.edges), list(stats.bins)) if finite else ([], [])
     return StatisticsPart(
-        nan=found.nan,
-        infinite=found.infinite,
-        zero=found.zero,
-        minimum=_number(found.minimum),
-        maximum=_number(found.maximum),
-        mean=_number(found.mean),
-        deviation=_number(found.deviation),
-        norm=_number(found.norm),
+        nan=stats.nan,
+        infinite=stats.infinite,
+        zero=stats.zero,
+        minimum=_number(stats.minimum),
+        maximum=_number(stats.maximum),
+        mean=_number(stats.mean),
+        deviation=_number(stats.deviation),
+        norm=_number(stats.norm),
         edges=edges,
         bins=bins,
     )
@@ -228,13 +244,10 @@ def _plane(found: Peek, y: int | None, x: int | None) -> np.ndarray:
 
 
 def _image(plane: np.ndarray, dtype: str) -> ImagePart | None:
-    found = number_image(plane, dtype)
-    if found is None or not math.isfinite(found.limit):
+    image = number_image(plane, dtype)
+    if image is None or not math.isfinite(image.limit):
         return None
-    return ImagePart(found.rows, found.columns, found.limit, found.cells)
-
-
-FileForm = Literal["npy", "safetensors"]
+    return ImagePart(image.rows, image.columns, image.limit, image.cells)
 
 
 class LeafFile(NamedTuple):
@@ -246,8 +259,8 @@ class LeafFile(NamedTuple):
     """Whether all bytes were compared with their checksums."""
 
 
-def leaf_file(store: Store, outline: Outline, number: int, form: FileForm, region: str, which: int) -> LeafFile:
-    """Returns leaf `number` of the checkpoint in a store as a file.
+def leaf_file(tree: OpenTree, number: int, form: FileForm, region: str, which: int) -> LeafFile:
+    """Returns leaf `number` of a checkpoint as a file.
 
     Args:
         region: the part of it, as `100:200, :`; empty for all of it.
@@ -257,25 +270,28 @@ def leaf_file(store: Store, outline: Outline, number: int, form: FileForm, regio
         NotFound: the leaf is no array, is larger than MAX_NBYTES, or has a dtype that the form lacks.
         TreeckptError: its bytes are damaged.
     """
-    leaf, spec = array_of(outline.index, number)
-    if form not in (forms := file_forms(outline.index, number)):
-        others = f"; take .{forms[0]}" if forms else "; load it with treeckpt.load"
-        raise NotFound(f"A .{form} file cannot hold {spec.dtype}{others}.")
-    try:
-        box = parse_region(region, spec.shape) or Region.whole(spec.shape)
-    except ValueError as error:
-        raise NotFound(f"{error}") from error
-    if (nbytes := box.size * dtype_of(spec.dtype).itemsize) > MAX_NBYTES:
-        raise NotFound(
-            f"{region_text(box)} of {outline.index.entries[number].path} has {bytes_text(nbytes)}, and at most "
-            f"{bytes_text(MAX_NBYTES)} are sent. Name a smaller region (region=0:100), or load it with treeckpt.load."
-        )
-    rank = rank_at(leaf, which)
-    found = peek(store, outline.index, leaf, box, rank=rank)
-    path = outline.index.entries[number].path.replace("~rank*", f"~rank{rank}")
-    spec = msgspec.structs.replace(spec, shape=box.shape)
-    data = _npy(found.data, spec) if form == "npy" else _safetensors(found.data, spec, path, region_text(box))
-    return LeafFile(data, f"{path.replace('/', '.')}.{form}", found.verified or not nbytes)
+
+    def read(store: Store, index: Index) -> LeafFile:
+        leaf, spec = array_of(index, number)
+        if form not in (forms := file_forms(index, number)):
+            others = f"; take .{forms[0]}" if forms else "; load it with treeckpt.load"
+            raise NotFound(f"A .{form} file cannot hold {spec.dtype}{others}.")
+        try:
+            box = parse_region(region, spec.shape) or Region.whole(spec.shape)
+        except ValueError as error:
+            raise NotFound(f"{error}") from error
+        if (nbytes := box.size * dtype_of(spec.dtype).itemsize) > MAX_NBYTES:
+            what = f"{region_text(box)} of {index.entries[number].path} has {bytes_text(nbytes)}"
+            hint = "Name a smaller region (region=0:100), or load it with treeckpt.load."
+            raise NotFound(f"{what}, and at most {bytes_text(MAX_NBYTES)} are sent. {hint}")
+        rank = rank_at(leaf, which)
+        peeked = peek(store, index, leaf, box, rank=rank)
+        path = index.entries[number].path.replace("~rank*", f"~rank{rank}")
+        spec = msgspec.structs.replace(spec, shape=box.shape)
+        data = _npy(peeked.data, spec) if form == "npy" else _safetensors(peeked.data, spec, path, region_text(box))
+        return LeafFile(data, f"{path.replace('/', '.')}.{form}", peeked.verified or not nbytes)
+
+    return tree.read(read)
 
 
 def file_forms(index: Index, number: int) -> list[FileForm]:

@@ -28,7 +28,7 @@ from treeckpt._runs.verification import (
 from treeckpt.errors import visible
 from treeckpt.reports import Problem
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..pages.checkpoints import CheckpointRow, OwnTree, checkpoint_row, filled
 from ..store.cache import Cache
 from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
 from ..store.library import Library, NotFound, OpenCheckpoint
@@ -152,33 +152,29 @@ class _Job(ProcessJob):
             self.problems, self.total = self._result.problems, self._result.total
 
     def _partial(self) -> Verification:
-        found = found_part(self.save_id, self.fingerprint, self.problems, by=this_user("dashboard"))
+        damage = found_part(self.save_id, self.fingerprint, self.problems, by=this_user("dashboard"))
         seconds = self.ended - self.started
-        return msgspec.structs.replace(found, total=self.total, files=self.at.shards, seconds=seconds)
+        return msgspec.structs.replace(damage, total=self.total, files=self.at.shards, seconds=seconds)
 
     def shown(self) -> VerifyJob:
         rate = self.at.done / self.seconds if self.seconds > 0.5 and self.at.done else None
-        return VerifyJob(
-            state=self.state,
-            done=self.done,
-            nbytes=self.nbytes,
-            share=self.share,
+        return filled(
+            VerifyJob,
+            self,
             shards=self.at.shards,
-            seconds=self.seconds,
             rate=rate,
             eta=(self.nbytes - self.done) / rate if rate and self.open else None,
-            total=self.total,
             problems=[DamagedPart(visible(one.file), visible(one.text)) for one in self.problems],
             error=visible(self.error) if self.error else None,
         )
 
 
-def keep_damage(library: Library, checkpoint: OpenCheckpoint, file: str, text: str) -> None:
+def keep_damage(tree: OwnTree, file: str, text: str) -> None:
     """Keeps that a shard is damaged, which was found while something else was done with it."""
-    save_id = checkpoint.info.save_id or ""
+    checkpoint, save_id = tree.checkpoint, tree.checkpoint.info.save_id or ""
     fingerprint = fingerprint_of(checkpoint.folder.entries(), save_id)
-    found = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
-    library.cache.verifications.record(checkpoint.folder, found, beside=False)
+    damage = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
+    tree.library.cache.verifications.record(checkpoint.folder, damage, beside=False)
 
 
 class VerifyJobs(JobQueue[_Job]):
@@ -203,15 +199,15 @@ class VerifyJobs(JobQueue[_Job]):
             NotFound: there is no such checkpoint; nor, with `start`, one with an index that another process can open.
         """
         shown = self.shown(checkpoint_id)
-        found = self._library.checkpoint(checkpoint_id)
-        info = found.info
+        checkpoint = self._library.checkpoint(checkpoint_id)
+        info = checkpoint.info
         if start and (shown is None or not shown.open):
             if info.save_id is None or info.leaves is None:
                 raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
-            shown = self.add(checkpoint_id, lambda: _Job(self._library.cache, found)).shown()
+            shown = self.add(checkpoint_id, lambda: _Job(self._library.cache, checkpoint)).shown()
         return VerifyPage(
-            checkpoint=checkpoint_row(checkpoint_id, found.run, info),
-            shards=len(self._library.outline(found).index.file_list) if info.leaves is not None else None,
+            checkpoint=checkpoint_row(checkpoint_id, checkpoint.run, info),
+            shards=len(self._library.outline(checkpoint).index.file_list) if info.leaves is not None else None,
             running=shown is not None and shown.open,
             job=shown,
             contents=summary_of(self._library, info),

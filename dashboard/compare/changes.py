@@ -35,6 +35,10 @@ from ..store.jobs import Failed, JobQueue, ProcessJob, ReadPrinter, folder_at, p
 from ..store.library import Library, NotFound
 from .diff import OpenPair
 
+ChangesBy = Literal["array", "layer"]
+KEPT_COMPARISONS = 4
+"""Comparisons whose order stays in memory."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Measures two checkpoints.
@@ -62,16 +66,11 @@ def _save(folder: Store, entries: Mapping[str, DirectoryEntry], save_id: str) ->
     return ComparedSave(folder.place, save_id, fingerprint_of(entries, save_id))
 
 
-ChangesBy = Literal["array", "layer"]
-KEPT_COMPARISONS = 4
-"""Comparisons whose order stays in memory."""
-
-
 class ChangeRow(msgspec.Struct, frozen=True):
     """By how much an array, or all arrays of a layer, differ. None for what no number holds."""
 
     path: str
-    """Of the array in the second checkpoint, or of the layer."""
+    """The path of the array in the second checkpoint, or of the layer."""
     leaf_a: int | None
     leaf_b: int | None
     """Numbers of the leaves; None for a layer."""
@@ -176,7 +175,7 @@ class ChangeJobs(JobQueue[_ChangeJob]):
 
     def __init__(self, library: Library) -> None:
         super().__init__()
-        self._library = library
+        self.library = library
         self._ranked: OrderedDict[tuple[ComparedSave, ComparedSave], _Ranked] = OrderedDict()
 
     def start(self, pair: OpenPair) -> None:
@@ -192,7 +191,7 @@ class ChangeJobs(JobQueue[_ChangeJob]):
             if (place := place_of(one.run.url, one.folder)) is None:
                 raise NotFound("This store is in the memory of this process: no other one can read it.")
             places += place
-        arguments = [*places, str(self._library.cache.shared)]
+        arguments = [*places, str(self.library.cache.shared)]
         nbytes = sum(one.info.nbytes or 0 for one in (pair.a, pair.b))
         self.add(f"{pair.a.id} {pair.b.id}", lambda: _ChangeJob("compare.changes", arguments, nbytes))
 
@@ -203,10 +202,10 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         if key in self._ranked:
             self._ranked.move_to_end(key)
             return self._ranked[key]
-        columns = self._library.cache.changes.find(*key)
+        columns = self.library.cache.changes.find(*key)
         if columns is None:
             return None
-        first, second = self._library.outline(pair.a), self._library.outline(pair.b)
+        first, second = self.library.outline(pair.a), self.library.outline(pair.b)
         for name, outline in (("leaf_a", first), ("leaf_b", second)):
             numbers = columns[name]
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(outline.index.entries):

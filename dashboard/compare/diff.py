@@ -27,7 +27,7 @@ from treeckpt._loading.compare import delta_of, verdict_of
 from treeckpt._loading.read_batch import read_arrays
 from treeckpt.errors import TreeckptError, visible
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, shorten
 from ..store.library import Library, NotFound, OpenCheckpoint
 
 MAX_READ = 64 << 20
@@ -65,14 +65,14 @@ class DiffRow(msgspec.Struct, frozen=True):
     before: str
     after: str
     verdict: str
-    """Of content: equal, changed, unknown (checksums cannot decide) or unreadable."""
+    """What is known of content: equal, changed, unknown (checksums cannot decide) or unreadable; else empty."""
     pair: int | None
     """The number of the pair of arrays whose contents can be compared."""
     leaf_a: int | None
     leaf_b: int | None
     nbytes: int
     delta: DeltaRow | None
-    """Of content that was read."""
+    """How the elements differ, where they were read."""
 
 
 class DiffPage(msgspec.Struct, frozen=True):
@@ -182,7 +182,7 @@ class Comparisons:
     """The most recently used comparisons."""
 
     def __init__(self, library: Library, entries: int = 4) -> None:
-        self._library, self._entries = library, entries
+        self.library, self._entries = library, entries
         self._kept: OrderedDict[tuple[str, str], tuple[Index, Index, Comparison]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -192,7 +192,7 @@ class Comparisons:
         Raises:
             CheckpointError: an index cannot be read.
         """
-        key, one, two = (a.info.path, b.info.path), self._library.outline(a).index, self._library.outline(b).index
+        key, one, two = (a.info.path, b.info.path), self.library.outline(a).index, self.library.outline(b).index
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and kept[0] is one and kept[1] is two:
@@ -210,10 +210,10 @@ def previous_of(library: Library, checkpoint: OpenCheckpoint) -> str | None:
     """Returns the complete checkpoint of a run with the next smaller step; without a step, the newest other one."""
     info = checkpoint.info
     listed = library.checkpoints(checkpoint.run)
-    found = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
+    others = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
     if info.step is None:
-        return found[0][0] if found else None
-    older = [(c.step, i) for i, c in found if c.step is not None and c.step < info.step]
+        return others[0][0] if others else None
+    older = [(c.step, i) for i, c in others if c.step is not None and c.step < info.step]
     return max(older)[1] if older else None
 
 
@@ -261,7 +261,7 @@ def diff_page(
     also = comparison.found.also
     delta, problem = None, None
     with comparison.reading():
-        found, following = _page(comparison, show, q, start, MAX_READ if read else 0)
+        rows, following = _page(comparison, show, q, start, MAX_READ if read else 0)
         if number is not None:
             try:
                 delta = _delta_row(comparison, number)
@@ -280,7 +280,7 @@ def diff_page(
         more=max(0, len(also) - PAGE_ROWS),
         arrays=len(comparison.pairs),
         known=comparison.known,
-        rows=found,
+        rows=rows,
         read=read,
         delta=delta,
         problem=problem,
@@ -297,16 +297,9 @@ def _delta_row(comparison: Comparison, pair: int) -> DeltaRow:
     if not 0 <= pair < len(comparison.pairs):
         raise NotFound("There is no such pair of arrays.")
     x, y = comparison.pairs[pair]
-    found = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
-    return DeltaRow(
-        x.path,
-        found.elements,
-        compared=found.compared,
-        changed=found.changed,
-        max_abs=json_number(found.max_abs),
-        mean_abs=json_number(found.mean_abs),
-        not_finite=found.not_finite,
-    )
+    delta = delta_of(comparison.a, x, comparison.b, y, cap=MAX_READ)
+    largest, mean = json_number(delta.max_abs), json_number(delta.mean_abs)
+    return filled(DeltaRow, delta, path=x.path, max_abs=largest, mean_abs=mean)
 
 
 def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int) -> tuple[list[DiffRow], int | None]:

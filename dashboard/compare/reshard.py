@@ -18,10 +18,9 @@ import numpy as np
 from treeckpt._core.format.records import ArrayRecord, Index, Leaf
 from treeckpt._core.sharding.placements import Mesh, MeshLayout
 from treeckpt._core.text import placement_text
-from treeckpt._inspect.outline import Outline
 from treeckpt.errors import TreeckptError
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start
 from .reshard_plan import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard, sampled_leaves
 
 BY_ROWS = (
@@ -34,6 +33,8 @@ BY_COLUMNS = (
     "c_fc", "mlp.fc", "w1", "w3", "dense_h_to_4h", "wte", "embed_tokens", "lm_head",
 )  # fmt: skip
 """Parts of names of weights whose outputs are divided over ranks."""
+MAX_CELLS = 20_000
+"""Pairs of a rank and a file that are drawn."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -53,15 +54,15 @@ def presets_of(index: Index) -> list[Preset]:
         own = Preset("the mesh of the save", _sizes(saved.mesh), ",".join(saved.mesh.names), _rule(saved))
     else:
         own = Preset("the ranks of the save", f"{index.world}", "", "*: Shard(0)")
-    found = [
+    presets = [
         own,
         Preset("one rank", "1", "", "*: Replicate"),
         Preset(f"FSDP over {2 * world}", f"{2 * world}", "dp", "*: Shard(0)"),
         Preset(f"HSDP, 2 replicas of {world} shards", f"2x{world}", "dp_replicate,dp_shard", "*: Replicate, Shard(0)"),
     ]
     if rules := tensor_parallel_rules(leaves):
-        found.append(Preset("tensor parallel over 2", "2", "tp", rules))
-    return found
+        presets.append(Preset("tensor parallel over 2", "2", "tp", rules))
+    return presets
 
 
 def saved_layout(index: Index, leaves: Sequence[Leaf]) -> MeshLayout | None:
@@ -100,10 +101,6 @@ def _sizes(mesh: Mesh) -> str:
 
 def _rule(layout: MeshLayout) -> str:
     return "*: " + ", ".join(map(placement_text, layout.placements))
-
-
-MAX_CELLS = 20_000
-"""Pairs of a rank and a file that are drawn."""
 
 
 class ReaderRow(msgspec.Struct, frozen=True):
@@ -157,11 +154,12 @@ class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
     """The rank at each position of the cells."""
 
 
-def reshard_page(
-    checkpoint: CheckpointRow, outline: Outline, mesh: str, names: str, place: str, start: int
-) -> ReshardPage:
-    """Returns the preview of a target mesh; by default of the mesh and the placements of the save."""
-    index = outline.index
+def reshard_page(tree: OwnTree, mesh: str = "", names: str = "", place: str = "", start: int = 0) -> ReshardPage:
+    """What each rank of another mesh would read from which file.
+
+    By default the target is the mesh and the placements of the save.
+    """
+    index = tree.index
     presets, files = presets_of(index), len(index.file_list)
     if not mesh.strip():
         mesh, names, place = presets[0].mesh, presets[0].names, place if place.strip() else presets[0].place
@@ -171,32 +169,18 @@ def reshard_page(
         plan = plan_reshard(index, target, parse_rules(place, target))
     except TreeckptError as error:
         return ReshardPage(
-            checkpoint=checkpoint,
-            mesh=mesh,
-            names=names,
-            place=place,
-            problem=str(error),
-            presets=presets,
-            files=files,
+            checkpoint=tree.row, mesh=mesh, names=names, place=place, problem=f"{error}", presets=presets, files=files
         )
     cells, ranks = _cells(plan)
-    return ReshardPage(
-        checkpoint=checkpoint,
+    return filled(
+        ReshardPage,
+        plan,
+        checkpoint=tree.row,
         mesh=mesh,
         names=names,
         place=place,
         presets=presets,
-        world=plan.world,
         planned=len(plan.ranks),
-        arrays=plan.arrays,
-        nbytes=plan.nbytes,
-        held=plan.held,
-        read=plan.read,
-        amplification=plan.amplification,
-        imbalance=plan.imbalance,
-        whole=plan.whole,
-        unmatched=plan.unmatched,
-        left_out=plan.left_out,
         files=files,
         start=start,
         next=next_start(start, len(plan.ranks)),

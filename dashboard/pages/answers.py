@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import functools
 import inspect
 import io
 import re
@@ -18,21 +17,39 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 
+from treeckpt._inspect.outline import Outline
+
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound
+from .checkpoints import OpenTree, OwnTree, open_checkpoint, open_tree
 from .render import render
 
 MAX_ROWS = 100_000
 """Rows of one table."""
 MAX_SECONDS = 40.0
 """Seconds in which all pages of a table are built; a request is given up after `security.TIMEOUT`."""
+API = "/api/v1"
+TABLE = "table.csv"
+"""What follows the address of a result in the address of its table."""
+CSV = "text/csv"
+MAX_FILE_NAME = 150
+"""Characters of the name of a file to be saved."""
+Answer = Callable[[Request, Any], Response]
+"""Makes the response of a result."""
+PLAIN = (bool, float, int, str)
+"""The classes of parameters of requests."""
+LIMITS = {
+    "start": Query(ge=0, le=1 << 53, description="number of the first row"),
+    "q": Query(max_length=500, description="words that a path must contain"),
+}
+"""The limits of those parameters of requests that are the same in all rooms."""
 
 
 class TableTooLong(Exception):
@@ -49,7 +66,7 @@ def csv_text(build: partial[Any], where: str) -> str:
     a formula gets an apostrophe before it. A page with its numbers in columns has all of them at once.
 
     Args:
-        build: builds the page; it takes the first row as `start`, or as that field of its `query`.
+        build: builds the page; it takes the first row as `start`, which a `cursor` overrides.
         where: the names of the fields that lead to the list of rows, or to one of the columns; `next` beside a list
             of rows is the first row of the next page.
 
@@ -63,22 +80,15 @@ def csv_text(build: partial[Any], where: str) -> str:
         holder: Any = build()
         for step in outer:
             holder = getattr(holder, step)
-        found = getattr(holder, name, ())
-        if found and not isinstance(found[0], msgspec.Struct):
-            return _encode(_rows_of_columns(holder, len(found)))
-        rows += [_flat(row) for row in found]
+        values = getattr(holder, name, ())
+        if values and not isinstance(values[0], msgspec.Struct):
+            return _encode(_rows_of_columns(holder, len(values)))
+        rows += [_flat(row) for row in values]
         if (start := getattr(holder, "next", None)) is None:
             return _encode(rows)
         if len(rows) >= MAX_ROWS or time.monotonic() > end:
             raise TableTooLong(len(rows))
-        build = partial(build, **_from_row(build.keywords, start))
-
-
-def _from_row(parameters: Mapping[str, Any], start: int) -> dict[str, Any]:
-    """Returns the parameters of the page from a row on."""
-    if "query" in parameters:
-        return {"query": msgspec.structs.replace(parameters["query"], start=start, cursor="")}
-    return {"start": start}
+        build = partial(build, start=start, **({"cursor": ""} if "cursor" in build.keywords else {}))
 
 
 def _rows_of_columns(page: msgspec.Struct, count: int) -> list[dict[str, Any]]:
@@ -92,14 +102,14 @@ def _rows_of_columns(page: msgspec.Struct, count: int) -> list[dict[str, Any]]:
 
 
 def _flat(row: msgspec.Struct) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     for name in row.__struct_fields__:
         value = getattr(row, name)
         if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": one for key, one in value.items()}
+            cells |= {f"{name}.{key}": one for key, one in value.items()}
         else:
-            found[name] = value
-    return found
+            cells[name] = value
+    return cells
 
 
 def _encode(rows: Iterable[dict[str, Any]]) -> str:
@@ -141,14 +151,14 @@ def describe_fields(components: dict[str, Any], types: Iterable[Any]) -> None:
                     properties[field]["description"] = text
 
 
-def _collect(kind: Any, found: dict[str, type[msgspec.Struct]]) -> None:
+def _collect(kind: Any, structs: dict[str, type[msgspec.Struct]]) -> None:
     """Adds the structs that a type is made of, by name."""
     for part in get_args(kind):
-        _collect(part, found)
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in found:
-        found[kind.__name__] = kind
+        _collect(part, structs)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in structs:
+        structs[kind.__name__] = kind
         for part in get_type_hints(kind).values():
-            _collect(part, found)
+            _collect(part, structs)
 
 
 def _field_docs(module: str) -> dict[str, dict[str, str]]:
@@ -159,36 +169,22 @@ def _field_docs(module: str) -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except OSError:
         return {}
-    found: dict[str, dict[str, str]] = {}
+    docs: dict[str, dict[str, str]] = {}
     for struct in tree.body:
         if isinstance(struct, ast.ClassDef):
-            found[struct.name] = {
+            docs[struct.name] = {
                 field.target.id: inspect.cleandoc(text.value.value)
                 for field, text in pairwise(struct.body)
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 if isinstance(text.value.value, str)
             }
-    return found
-
-
-API = "/api/v1"
-TABLE = "table.csv"
-"""What follows the address of a result in the address of its table."""
-CSV = "text/csv"
-MAX_FILE_NAME = 150
-"""Characters of the name of a file to be saved."""
-
-Answer = Callable[[Request, Any], Response]
-"""Makes the response of a result."""
-F = TypeVar("F", bound=Callable[..., Any])
-Start = Annotated[int, Query(ge=0, le=1 << 53, description="number of the first row")]
-Words = Annotated[str, Query(max_length=500, description="words that a path must contain")]
+    return docs
 
 
 def library_of(request: Request) -> Library:
     """Returns the runs of the application that serves a request."""
-    return request.app.state.library
+    return request.app.state.services[Library]
 
 
 def check_same_site(request: Request, action: str) -> None:
@@ -246,11 +242,19 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 class PageRouter:
     """The addresses of a room: what a function returns is JSON under /api/v1, and a page if it has a template.
 
+    A function says by its arguments what it needs. The type of an argument that is a class stands for what the
+    application has of that class (`app.state.services`), for the request, or for the checkpoint of the address:
+    `OpenTree` and its `Outline`, or `OwnTree` where another program's checkpoint has no such page. Arguments of other
+    types are parameters of requests, but for those by keyword alone.
+
     A function may set `request.state.etag`, the ETag of its answer. `request.state.links` has the addresses of the
     JSON, and of the CSV where there is a table, of what it answers; they are relative to the dashboard's root.
+
+    Args:
+        limits: of the parameters of requests, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.api = APIRouter(prefix=API)
         self.pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
         self.result_types: dict[str, Any] = {}
@@ -259,18 +263,21 @@ class PageRouter:
         """The media type of each other address of the API."""
         self.links: dict[str, dict[str, str]] = {}
         """The addresses of the JSON and of the CSV of each registered path."""
+        self._limits = LIMITS | limits
 
     def get(
         self,
         path: str,
+        function: Callable[..., Any],
         template: str = "",
         *,
         page: str = "",
         result_type: Any = None,
         table: str = "",
         media_type: str = "",
-    ) -> Callable[[F], F]:
-        """Registers the decorated function for a path; its argument `request` is required.
+        **limits: Any,
+    ) -> None:
+        """Registers a function for a path. The first paragraph of its docstring is the text of the address.
 
         Args:
             template: of the page; without one there is only JSON.
@@ -278,54 +285,88 @@ class PageRouter:
             result_type: None takes the function's return annotation.
             table: the fields that lead to the rows of the result, which are then also CSV: see `csv_text`.
             media_type: of the responses that the function returns, if they are no JSON.
+            limits: of parameters of requests that are others here than in the other addresses of the room.
         """
+        if media_type:
+            self.media_types[API + path] = media_type
+        else:
+            annotation = inspect.signature(function, eval_str=True).return_annotation
+            self.result_types[API + path] = result_type or annotation
+        links = self.links[path] = {"json": API + path} | ({"csv": f"{API}{path}/{TABLE}"} if table else {})
+        add = partial(self._add, function, links, **limits)
+        add(self.api, path, lambda _, result: json_response(result))
+        if template:
+            add(self.pages, page or path, lambda request, result: render(request, template, result))
+        if table:
+            self.media_types[links["csv"]] = CSV
+            name = f"{next(part for part in reversed(path.split('/')) if '{' not in part)}.csv"
+            text = f"The rows of {path} as CSV, from the first that is asked for to the last of all."
+            take = partial(file_response, name=name, media_type=CSV)
+            add(self.api, f"{path}/{TABLE}", lambda _, rows: take(rows.encode()), table=table, text=text)
 
-        def register(function: F) -> F:
-            if media_type:
-                self.media_types[API + path] = media_type
-            else:
-                annotation = inspect.signature(function, eval_str=True).return_annotation
-                self.result_types[API + path] = result_type or annotation
-            links = self.links[path] = {"json": API + path} | ({"csv": f"{API}{path}/{TABLE}"} if table else {})
+    def show(self, path: str, function: Callable[..., Response]) -> None:
+        """Registers a function that returns the response of a page, of which there is no JSON at this path."""
+        self._add(function, {}, self.pages, path, lambda _, result: result)
 
-            def add(router: APIRouter, path: str, answer: Answer, text: str, table: str = "") -> None:
-                respond = _responder(function, links, answer, table)
-                options: Any = {"methods": ["GET"], "response_model": None, "response_class": Response}
-                router.add_api_route(path, respond, description=text, **options)
+    def _add(
+        self,
+        function: Callable[..., Any],
+        links: Mapping[str, str],
+        router: APIRouter,
+        path: str,
+        answer: Answer,
+        *,
+        table: str = "",
+        text: str = "",
+        **limits: Any,
+    ) -> None:
+        """Adds an endpoint that answers with the result of a function; with a `table`, with those rows of it as CSV."""
+        needs = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind != p.KEYWORD_ONLY]
+        given = {p.name: p.annotation for p in needs if isinstance(p.annotation, type) and p.annotation not in PLAIN}
+        limits = self._limits | limits
+        names = {p.name for p in needs}
+        asked = [_keyword(name, str) for name in re.findall(r"{(\w+)}", path) if name not in names]
+        asked += [p for p in needs if p.name not in given]
 
-            text = inspect.getdoc(function) or ""
-            add(self.api, path, lambda _, result: json_response(result), text)
-            if template:
-                add(self.pages, page or path, lambda request, result: render(request, template, result), text)
-            if table:
-                self.media_types[links["csv"]] = CSV
-                text = f"The rows of {path} as CSV, from the first that is asked for to the last of all."
-                name = f"{next(part for part in reversed(path.split('/')) if '{' not in part)}.csv"
-                add(self.api, f"{path}/{TABLE}", lambda _, text: file_response(text.encode(), name, CSV), text, table)
-            return function
+        def build(request: Request, **parameters: Any) -> Any:
+            services = {name: _given(request, kind, parameters) for name, kind in given.items()}
+            return function(**services, **{name: value for name, value in parameters.items() if name in names})
 
-        return register
+        def respond(request: Request, **parameters: Any) -> Response:
+            ids = {name: quote(str(value), safe="") for name, value in request.path_params.items()}
+            request.state.links = {kind: link.format(**ids) for kind, link in links.items()}
+            whole = partial(build, request=request, **parameters)
+            result = csv_text(whole, table) if table else whole()
+            response = result if isinstance(result, Response) else answer(request, result)
+            if etag := getattr(request.state, "etag", None):
+                response.headers["ETag"] = etag
+            return response
+
+        parameters = [_keyword("request", Request)]
+        for p in asked:
+            limited = Annotated[p.annotation, limits[p.name]] if p.name in limits else p.annotation
+            parameters.append(_keyword(p.name, limited, p.default))
+        respond.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        respond.__name__ = function.__name__
+        text = text or (inspect.getdoc(function) or "").partition("\n\n")[0]
+        options: Any = {"methods": ["GET"], "response_model": None, "response_class": Response}
+        router.add_api_route(path, respond, description=text, **options)
 
 
-def _responder(
-    function: Callable[..., Any], links: Mapping[str, str], answer: Answer, table: str
-) -> Callable[..., Response]:
-    """Returns the endpoint that answers with the result of a function; with a `table`, with those rows of it as CSV."""
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
-    @functools.wraps(function)
-    def respond(request: Request, **parameters: Any) -> Response:
-        ids = {name: quote(str(value), safe="") for name, value in request.path_params.items()}
-        request.state.links = {kind: link.format(**ids) for kind, link in links.items()}
-        build = functools.partial(function, request=request, **parameters)
-        result = csv_text(build, table) if table else build()
-        response = result if isinstance(result, Response) else answer(request, result)
-        if etag := getattr(request.state, "etag", None):
-            response.headers["ETag"] = etag
-        return response
 
-    signature = inspect.signature(function, eval_str=True).replace(return_annotation=Response)
-    respond.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-    return respond
+def _given(request: Request, kind: type, parameters: Mapping[str, Any]) -> Any:
+    """Returns what an argument of a class gets."""
+    if kind is Request:
+        return request
+    if kind is OwnTree:
+        return open_checkpoint(library_of(request), parameters["checkpoint_id"])
+    if kind in (OpenTree, Outline):
+        tree = open_tree(library_of(request), parameters["checkpoint_id"])
+        return tree if kind is OpenTree else tree.outline
+    return request.app.state.services[kind]
 
 
 def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
@@ -337,15 +378,15 @@ def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
             schema = build()
             types = {path: kind for router in routers for path, kind in router.result_types.items()}
             others = [kind for kind, _ in _OTHER_RESPONSES.values()]
-            found, components = msgspec.json.schema_components(
+            schemas, components = msgspec.json.schema_components(
                 [*others, *types.values()], ref_template="#/components/schemas/{name}"
             )
             describe_fields(components, [*others, *types.values()])
             problems = {
                 status: _response_schema(text, one)
-                for (status, (_, text)), one in zip(_OTHER_RESPONSES.items(), found, strict=False)
+                for (status, (_, text)), one in zip(_OTHER_RESPONSES.items(), schemas, strict=False)
             }
-            for path, one in zip(types, found[len(others) :], strict=True):
+            for path, one in zip(types, schemas[len(others) :], strict=True):
                 schema["paths"][path]["get"]["responses"] = {"200": _response_schema("the result", one), **problems}
             for path, media_type in ((p, m) for router in routers for p, m in router.media_types.items()):
                 file = _response_schema("the file", {"type": "string", "format": "binary"}, media_type)

@@ -8,22 +8,32 @@ in time are ISO 8601 texts.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from treeckpt._core.format.records import Index
 from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.store import Store
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
-from treeckpt.errors import visible
+from treeckpt.errors import CheckpointError, visible
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
 
+S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
+_SHARED_FIELDS: dict[tuple[Any, ...], tuple[str, ...]] = {}
+"""What `filled` takes from a source, looked for once for a call: a page may have hundreds of rows."""
+TRIES = 5
+"""Versions of a checkpoint that are read, if saves replace it while it is read."""
 PAGE_ROWS = 100
 """Rows of one page."""
 MAX_METRICS = 32
@@ -76,14 +86,14 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     metrics: dict[str, float | str] = {}
     """What was saved with it, the first MAX_METRICS of it; "NaN", "Infinity" or "-Infinity" of no finite one."""
     best: dict[str, str] = {}
-    """By metric: "best" of the run by a policy; where no policy names the metric, "lowest" or "highest"."""
+    """What its value is among those of the run, by metric: "best" by a policy; without one, "lowest" or "highest"."""
     pinned: bool = False
     kept: list[str] = []
     """Why retention keeps it; empty if nothing keeps it, or if no policies are known."""
     goes: bool = False
     """Whether the next clean-up deletes it."""
     format: str | None = None
-    """Of a checkpoint of another program, what it is: its tree and values can be browsed, and nothing else."""
+    """What a checkpoint of another program is: its tree and values can be browsed, and nothing else."""
     verification: VerificationRow | None = None
     """The last verification of its bytes, as far as it still holds."""
     saved: float | None = None
@@ -117,6 +127,15 @@ class LoadingPage(msgspec.Struct, frozen=True):
     progress: ReadProgress
 
 
+def filled(kind: type[S], source: object, **own: Any) -> S:
+    """Returns a struct with these fields, and with the others that the source has under the same name."""
+    key = (kind, type(source), *own)
+    if (names := _SHARED_FIELDS.get(key)) is None:
+        names = tuple(name for name in kind.__struct_fields__ if name not in own and hasattr(source, name))
+        _SHARED_FIELDS[key] = names
+    return kind(**own, **{name: getattr(source, name) for name in names})
+
+
 def next_start(start: int, total: int, count: int = PAGE_ROWS) -> int | None:
     """Returns the first row of the page after the one from `start` on; None if that is the last."""
     return start + count if start + count < total else None
@@ -145,7 +164,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     open_save = save if save is not None and save.state != "killed" else None
     waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
     error = info.problem if waits_for is None or info.status != "partial" else waits_for
-    found = info.verification
+    verification = info.verification
     rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
     return CheckpointRow(
         id=checkpoint_id,
@@ -164,10 +183,11 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         rate=rate,
         error=visible(error) if error else None,
         readable=info.leaves is not None,
-        metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
         pinned=info.pinned,
+        abandoned=info.abandoned,
+        metrics={shorten(name): json_number(value) for name, value in list(info.metrics.items())[:MAX_METRICS]},
         format=info.format if isinstance(info, ForeignInfo) else None,
-        verification=_verification_row(found) if found is not None else None,
+        verification=_verification_row(verification) if verification is not None else None,
         saved=open_save.fraction if open_save else None,
         phase=open_save.phase if open_save else None,
         stalled=open_save is not None and open_save.state == "stalled",
@@ -175,7 +195,6 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         saving=open_save.world if open_save else None,
         progressed=iso_time(open_save.updated_ns) if open_save else None,
         waits_for=waits_for,
-        abandoned=info.abandoned,
         follows=info.lineage.follows or None if info.lineage is not None else None,
     )
 
@@ -187,11 +206,12 @@ def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
 
 
 def _verification_row(found: Verification) -> VerificationRow:
-    shown = {name: getattr(found, name) for name in VerificationResult.__struct_fields__}
-    shown["by"] = visible(found.by)
-    for name in ("problems", "unread"):
-        shown[name] = [DamagedPart(visible(one.file), visible(one.text)) for one in getattr(found, name)]
-    return VerificationRow(**shown, ok=found.ok, ended=iso_time(found.ended_ns))
+    problems, unread = (
+        [DamagedPart(visible(part.file), visible(part.text)) for part in parts]
+        for parts in (found.problems, found.unread)
+    )
+    ended = iso_time(found.ended_ns)
+    return filled(VerificationRow, found, by=visible(found.by), problems=problems, unread=unread, ended=ended)
 
 
 def iso_time(ns: int | None) -> str | None:
@@ -205,11 +225,39 @@ def iso_time(ns: int | None) -> str | None:
 
 
 class OpenTree(msgspec.Struct, frozen=True, eq=False):
-    """A checkpoint that a request has opened."""
+    """A checkpoint that a request has opened, also one that another program wrote."""
 
+    library: Library
     checkpoint: OpenCheckpoint
     row: CheckpointRow
     outline: Outline
+
+    @property
+    def index(self) -> Index:
+        """The index of the checkpoint."""
+        return self.outline.index
+
+    def read(self, read: Callable[[Store, Index], T], *, problem_of: Callable[[T], object] = lambda _: None) -> T:
+        """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
+        opened = self
+        for tries_left in reversed(range(TRIES)):
+            with closing(self.library.store(opened.checkpoint)) as store:
+                try:
+                    result = read(store, opened.index)
+                except (CheckpointError, OSError):
+                    newer = open_tree(self.library, self.checkpoint.id) if tries_left else opened
+                    if newer.index.save_id == opened.index.save_id:
+                        raise
+                else:
+                    newer = open_tree(self.library, self.checkpoint.id) if tries_left and problem_of(result) else opened
+                    if newer.index.save_id == opened.index.save_id:
+                        return result
+            opened = newer
+        raise AssertionError("the last try returns or raises")
+
+
+class OwnTree(OpenTree, frozen=True, eq=False):
+    """A checkpoint of ours that a request has opened."""
 
 
 def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
@@ -219,20 +267,20 @@ def open_tree(library: Library, checkpoint_id: str) -> OpenTree:
         NotFound: there is no such checkpoint, or it has no index to browse.
         StillReading: its index is being read for the first time.
     """
-    found = library.checkpoint(checkpoint_id)
-    row = checkpoint_row(checkpoint_id, found.run, found.info)
+    checkpoint = library.checkpoint(checkpoint_id)
+    row = checkpoint_row(checkpoint_id, checkpoint.run, checkpoint.info)
     if not row.readable and row.format is None:
         raise NotFound(f"This checkpoint is {row.status}: {row.error}")
-    return OpenTree(found, row, library.outline(found))
+    return OpenTree(library, checkpoint, row, library.outline(checkpoint))
 
 
-def open_checkpoint(library: Library, checkpoint_id: str) -> OpenTree:
+def open_checkpoint(library: Library, checkpoint_id: str) -> OwnTree:
     """Same as `open_tree`, but raises NotFound if another program wrote the checkpoint."""
-    found = open_tree(library, checkpoint_id)
-    if found.row.format is not None:
+    tree = open_tree(library, checkpoint_id)
+    if tree.row.format is not None:
         hint = "only its tree and values are shown. treeckpt convert makes a checkpoint of it."
-        raise NotFound(f"This is {found.row.format}: {hint}")
-    return found
+        raise NotFound(f"This is {tree.row.format}: {hint}")
+    return OwnTree(library, tree.checkpoint, tree.row, tree.outline)
 
 
 def loading_page(library: Library, url: str, progress: ReadProgress) -> LoadingPage:

@@ -17,7 +17,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt._core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text
+from treeckpt._core.text import ago_text, bytes_text, count_text, rate_text, seconds_text, shape_text
 from treeckpt.errors import visible
 
 
@@ -67,6 +67,10 @@ def _visible_text(value: object) -> object:
     return visible(value) if type(value) is str else value
 
 
+def _count_text(count: int | None, one: str, several: str = "") -> str:
+    return "–" if count is None else count_text(count, one, several)
+
+
 def _or_dash(to_text: Callable[[Any], str], value: Any) -> str:
     return "–" if value is None else to_text(value)
 
@@ -87,6 +91,7 @@ def templates() -> Environment:
         "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
         "clock": partial(_or_dash, _local_time),
+        "count": _count_text,
         "days": partial(_or_dash, days_text),
         "figure": partial(_or_dash, _figure),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`

@@ -54,6 +54,31 @@ _LIST = re.compile(r"^(.*)export\{([^}]*)\};?\s*$", re.S)
 """The end of a minified library, which names what it exports."""
 _LICENSED = re.compile(r"(vendor/[a-z0-9-]+?)-\d+\.\d")
 _COMMENT = re.compile(r"^[ \t]*/\*\*(?:(?!\*/).)*\*/[ \t]*\n|^// @ts-check\n", re.M | re.S)
+WIDTH = 1000
+HERE = "here"
+"""Stands for the id of the checkpoint in addresses."""
+MARKED = 1.2
+"""Times the median rank's work from which on the waterfall marks the slowest rank."""
+NODES = 2000
+"""Nodes of the tree that are listed."""
+CHILDREN = 200
+"""Children of one node that are listed."""
+AREAS = 600
+"""Areas of a treemap."""
+GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "dtype")
+"""Treemaps of a report; those by rank and by file, which look at every chunk, would double its time."""
+MAPS = 6
+"""Arrays that have a shard map."""
+MAX_REGIONS = 512
+"""Regions of a shard map."""
+MAX_CHUNKS = 1 << 16
+"""An array of more chunks has no shard map."""
+RANKS = 40
+"""Ranks of the waterfall."""
+SPANS = 200
+"""Spans of each of them."""
+FILES = 100
+CHECKPOINTS = 200
 
 
 def _static(name: str) -> str:
@@ -82,8 +107,8 @@ def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
         for _, imported in _IMPORT.findall(text):
             add(imported)
         exported = _EXPORTED.findall(text)
-        if found := _LIST.match(text):
-            text, exported = found[1], [": ".join(reversed(one.split(" as "))) for one in found[2].split(",")]
+        if exports := _LIST.match(text):
+            text, exported = exports[1], [": ".join(reversed(one.split(" as "))) for one in exports[2].split(",")]
         if licensed := _LICENSED.match(name):
             text = f"/*\n{_static(f'{licensed[1]}-LICENSE')}*/\n{text}"
         body = _IMPORT.sub(lambda one: f"const {{{one[1]}}} = {_name(one[2])};\n", text)
@@ -98,9 +123,6 @@ def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
 
 def _name(module: str) -> str:
     return "m_" + re.sub(r"\W", "_", module)
-
-
-WIDTH = 1000
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> Html:
@@ -135,32 +157,6 @@ def line_chart(
     return el("svg", *shapes, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
 
 
-HERE = "here"
-"""Stands for the id of the checkpoint in addresses."""
-MARKED = 1.2
-"""Times the median rank's work from which on the waterfall marks the slowest rank."""
-NODES = 2000
-"""Nodes of the tree that are listed."""
-CHILDREN = 200
-"""Children of one node that are listed."""
-AREAS = 600
-"""Areas of a treemap."""
-GROUPINGS: tuple[TreemapKey, ...] = ("tree", "part", "dtype")
-"""Treemaps of a report; those by rank and by file, which look at every chunk, would double its time."""
-MAPS = 6
-"""Arrays that have a shard map."""
-MAX_REGIONS = 512
-"""Regions of a shard map."""
-MAX_CHUNKS = 1 << 16
-"""An array of more chunks has no shard map."""
-RANKS = 40
-"""Ranks of the waterfall."""
-SPANS = 200
-"""Spans of each of them."""
-FILES = 100
-CHECKPOINTS = 200
-
-
 class Drawings(msgspec.Struct):
     """What a page draws: modules of the dashboard's scripts, and what its API would answer them, by address."""
 
@@ -191,20 +187,20 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
         CheckpointNotFound: there is no checkpoint in it.
     """
     read = NewestIndex(local=True)
-    found = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
-    if not found:
+    infos = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
+    if not infos:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     known = VerificationStore(cache_directory())
-    found = [_verified(info, known) for info in found]
+    infos = [_verified(info, known) for info in infos]
     name = Path(path).absolute().name
-    rows = table(COLUMNS, checkpoint_rows(found[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
-    more = el("p", f"and {len(found) - CHECKPOINTS} older", class_="dim") if len(found) > CHECKPOINTS else None
-    complete = [info for info in found if info.status == "complete"]
+    rows = table(COLUMNS, checkpoint_rows(infos[:CHECKPOINTS]), right=COLUMNS[2:6] + COLUMNS[7:])
+    more = el("p", f"and {len(infos) - CHECKPOINTS} older", class_="dim") if len(infos) > CHECKPOINTS else None
+    complete = [info for info in infos if info.status == "complete"]
     about = facts(
         [
             ("complete checkpoints", intact := sum(not info.damaged for info in complete)),
-            ("others", len(found) - intact),
-            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found))),
+            ("others", len(infos) - intact),
+            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
@@ -267,7 +263,7 @@ def _checkpoint(
     except TreeckptError as error:
         return [state, el("p", f"{error}", class_="bad"), *timing]
     outline = Outline.of(index)
-    sizes, maps = _sizes(outline, drawings), _maps(index, drawings)
+    sizes, maps = _sizes(outline, drawings), _maps(outline, drawings)
     return [state, _facts(index), sizes, *timing, *maps, _tree(outline), _files(index)]
 
 
@@ -304,7 +300,7 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     """Draws treemaps of the largest leaves, and lists the largest nodes."""
     drawings.modules.append("treemap.js")
     for by in GROUPINGS:
-        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, by, "", AREAS)
+        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, by, count=AREAS)
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
@@ -323,8 +319,9 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     return _section("Sizes", by, treemap, table(columns, rows, right=columns[1:]))
 
 
-def _maps(index: Index, drawings: Drawings) -> list[Html]:
+def _maps(outline: Outline, drawings: Drawings) -> list[Html]:
     """Draws the largest arrays of several chunks: the last two dimensions, at index 0 of the others."""
+    index = outline.index
     arrays = [leaf for leaf in index.entries if isinstance(leaf.record, ArrayRecord) and leaf.spec]
     spread = [leaf for leaf in arrays if 1 < chunk_count(leaf) <= MAX_CHUNKS and leaf.nbytes]
     largest = sorted(spread, key=lambda leaf: -leaf.nbytes)[:MAPS]
@@ -334,7 +331,7 @@ def _maps(index: Index, drawings: Drawings) -> list[Html]:
     options: list[Html] = []
     for leaf in largest:
         address = f"checkpoints/{HERE}/leaves/{leaf.number}/map"
-        drawings.answers[address] = map_page(index, leaf, None, None, [], most=MAX_REGIONS)
+        drawings.answers[address] = map_page(outline, leaf.number, most=MAX_REGIONS)
         assert leaf.spec is not None, "arrays only are drawn"
         about = f"{leaf.path} · {leaf.spec.dtype} {shape_text(leaf.spec.shape)} · {layout_text(layout_of(index, leaf))}"
         options.append(el("option", about, value=leaf.number))
@@ -357,22 +354,22 @@ def _tree(outline: Outline) -> Html:
 def _nodes(outline: Outline, parent: OutlineRow, left: list[int], depth: int) -> list[Html]:
     if parent.kind == "leaf":
         return [_leaf(outline.index, parent)]
-    found: list[Html] = []
+    parts: list[Html] = []
     for row in outline.children(parent.node, count=CHILDREN):
         if left[0] <= 0:
             break
         left[0] -= 1
         if row.kind == "leaf":
-            found.append(_leaf(outline.index, row))
+            parts.append(_leaf(outline.index, row))
             continue
         leaves = count_text(row.leaves, "leaf", "leaves")
         size = el("span", f"{leaves}, {bytes_text(row.nbytes)}", class_="size")
         inner = _nodes(outline, row, left, depth + 1)
         summary = el("summary", el("span", row.key, class_="mono"), size)
-        found.append(el("details", summary, *inner, open="" if not depth else None))
+        parts.append(el("details", summary, *inner, open="" if not depth else None))
     if parent.children > CHILDREN:
-        found.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
-    return found
+        parts.append(el("p", f"and {parent.children - CHILDREN:,} more", class_="leaf dim", data_path=""))
+    return parts
 
 
 def _leaf(index: Index, row: OutlineRow) -> Html:
@@ -440,7 +437,7 @@ def _timing(path: str | os.PathLike[str], save_id: str | None, drawings: Drawing
 
 def _waterfall(study: TimingReport, drawings: Drawings) -> list[Html]:
     """Draws ranks and phases over time; of many ranks only the slowest."""
-    drawings.modules.append("timing.js")
+    drawings.modules.append("waterfall.js")
     drawings.answers[f"checkpoints/{HERE}/timing/waterfall"] = waterfall_data(study, ranks=RANKS, spans=SPANS)
     profile = study.profile
     label = (

@@ -34,7 +34,7 @@ class FoundItem(msgspec.Struct, frozen=True):
     detail: str
     """Where it is, in a few words."""
     href: str
-    """Of its page, relative to the root of the dashboard."""
+    """The address of its page, relative to the root of the dashboard."""
 
 
 class FindPage(msgspec.Struct, frozen=True):
@@ -48,8 +48,8 @@ class FindPage(msgspec.Struct, frozen=True):
     """Whether the leaves of every run were searched: a large index may still be read, and time is limited."""
 
 
-def find_page(library: Library, q: str, at: str) -> FindPage:
-    """Returns runs, steps and leaves of whose names every word of `q` is a part.
+def find_page(library: Library, q: str = "", at: str = "") -> FindPage:
+    """Runs, steps and leaves whose names have all words of `q`.
 
     A word may also be part of the name of the run of a step; a number is the beginning of a step, with or without
     commas. Leaves are those of the checkpoint `at`, and of the newest good checkpoint of each run.
@@ -64,7 +64,7 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
     shown = next((one for one in pairs if one[1] == at), None)
     first = shown[0].id if shown is not None else at
     runs = sorted(library.runs, key=lambda run: run.id != first)
-    found = [
+    kinds = [
         list(islice(_found_runs(library.runs, words), MAX_RUNS + 1)),
         list(islice(_found_steps(runs if words else runs[: 1 if at else 0], listed, words), MAX_STEPS + 1)),
     ]
@@ -74,10 +74,10 @@ def find_page(library: Library, q: str, at: str) -> FindPage:
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)
-    found.append(leaves)
+    kinds.append(leaves)
     limits = (MAX_RUNS, MAX_STEPS, MAX_LEAVES)
-    items = [item for kind, limit in zip(found, limits, strict=True) for item in kind[:limit]]
-    more = any(len(kind) > limit for kind, limit in zip(found, limits, strict=True))
+    items = [item for kind, limit in zip(kinds, limits, strict=True) for item in kind[:limit]]
+    more = any(len(kind) > limit for kind, limit in zip(kinds, limits, strict=True))
     return FindPage(q, items, more, complete)
 
 
@@ -125,13 +125,13 @@ def _found_leaves(
     library: Library, trees: Sequence[tuple[Run, str, CheckpointInfo]], words: Sequence[str]
 ) -> tuple[list[FoundItem], bool]:
     """Returns leaves of these checkpoints until there are more than MAX_LEAVES, and whether none was left out."""
-    found: list[FoundItem] = []
+    items: list[FoundItem] = []
     complete, end = True, time.monotonic() + LEAF_SECONDS
     for run, checkpoint_id, info in trees:
-        if len(found) > MAX_LEAVES:
+        if len(items) > MAX_LEAVES:
             break
         if time.monotonic() > end:
-            return found, False
+            return items, False
         rest = [word for word in words if not _is_of_run(word, run)] or words
         try:
             leaves, _ = library.outline(library.listed(checkpoint_id, run, info)).search(
@@ -141,5 +141,5 @@ def _found_leaves(
             complete = False
             continue
         place, at = f"{_title(info)} · {run.name}", f"checkpoints/{checkpoint_id}/leaves"
-        found += [FoundItem("leaf", shorten(leaf.path), place, f"{at}/{leaf.number}") for leaf in leaves]
-    return found, complete
+        items += [FoundItem("leaf", shorten(leaf.path), place, f"{at}/{leaf.number}") for leaf in leaves]
+    return items, complete

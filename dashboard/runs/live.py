@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict, deque
 
 import msgspec
@@ -13,7 +14,7 @@ from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import TreeckptError, visible
 
-from ..pages.checkpoints import PAGE_ROWS, next_start
+from ..pages.checkpoints import PAGE_ROWS, filled, next_start
 from ..store.library import Library, Run
 
 SHOWN_RANKS = 12
@@ -104,19 +105,23 @@ class SaveRates:
         return max(0, save.written - first) / seconds if seconds > 0 else None
 
 
-def live_page(library: Library, rates: SaveRates, start: int, *, now_ns: int) -> LivePage:
-    """Returns the saves in progress of every run, and those that were killed, the last started first."""
+def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int | None = None) -> LivePage:
+    """Saves in progress of every run.
+
+    And those that were killed; the last started first.
+    """
+    now_ns = time.time_ns() if now_ns is None else now_ns
     library.start_scans(library.runs)
-    found = [
+    saves = [
         (run, checkpoint_id, info, save)
         for run in library.runs
         for checkpoint_id, info in library.checkpoints(run, wait=1.0)
         for save in info.saving
     ]
-    found.sort(key=lambda one: -one[3].started_ns)
-    rows = [_save_row(*one, rates, now_ns) for one in found[start : start + PAGE_ROWS]]
-    saving = sum(save.state == "in_progress" for *_, save in found)
-    return LivePage(rows, saving, start, next_start(start, len(found)))
+    saves.sort(key=lambda one: -one[3].started_ns)
+    rows = [_save_row(*one, rates, now_ns) for one in saves[start : start + PAGE_ROWS]]
+    saving = sum(save.state == "in_progress" for *_, save in saves)
+    return LivePage(rows, saving, start, next_start(start, len(saves)))
 
 
 def _save_row(
@@ -127,31 +132,22 @@ def _save_row(
     left = max(0, save.planned - save.written)
     ranks = _ranks(run, info, save)
     behind = sorted(ranks, key=lambda one: (one.phase == "commit", one.written - one.planned, one.rank))
-    return SaveRow(
+    return filled(
+        SaveRow,
+        save,
         run=run.id,
         run_name=run.name,
         checkpoint=checkpoint_id,
         name=visible(info.name),
-        save_id=save.save_id,
-        step=save.step,
-        world=save.world,
-        ranks=save.ranks,
-        done=save.done,
-        phase=save.phase,
         stuck=waits_for_text(save, now_ns),
-        state=save.state,
         stalled=save.state != "in_progress",
-        written=save.written,
-        planned=save.planned,
         share=save.fraction,
         seconds=_seconds_since(save.started_ns, now_ns),
         quiet=quiet,
         rate=rate,
         eta=left / rate if rate and save.phase == "write" and save.reported and save.state == "in_progress" else None,
         slowest=[
-            SavingRank(
-                one.rank, one.phase, one.written, one.planned, one.fraction, _seconds_since(one.updated_ns, now_ns)
-            )
+            filled(SavingRank, one, share=one.fraction, quiet=_seconds_since(one.updated_ns, now_ns))
             for one in behind[:SHOWN_RANKS]
         ],
     )

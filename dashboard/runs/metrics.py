@@ -13,7 +13,7 @@ from .usage import disk_of
 
 _STATUSES = get_args(Status)
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-"""Of labels."""
+"""How characters of labels are written."""
 _HELP = {
     "runs": "Runs that the dashboard was given.",
     "checkpoints": "Directories of a run by what they are.",

@@ -16,7 +16,7 @@ from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, filled, next_start, shorten, status_of
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .summary import (
@@ -36,6 +36,12 @@ SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 StatusFilter = Literal["", Status]
 FIRST = 5
 """Checkpoints of each run in the answer about several runs."""
+_KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
+    "bytes": attrgetter("nbytes"),
+    "time": attrgetter("seconds"),
+    "step": attrgetter("step"),
+    "status": status_of,
+}
 
 
 class RunPart(msgspec.Struct, frozen=True):
@@ -52,7 +58,7 @@ class RunPart(msgspec.Struct, frozen=True):
     """Bytes of all files of its checkpoints."""
     newest_step: int | None
     state: Status | None
-    """Of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
+    """The status of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
     good: CheckpointRow | None
     """The newest checkpoint that is complete, not damaged as far as known, and on no abandoned branch."""
     pace: SavePace
@@ -112,7 +118,7 @@ class ListQuery(msgspec.Struct, frozen=True):
     start: int = 0
     cursor: str = ""
     sort: str = "newest"
-    """As SORTS."""
+    """The order of the list, as SORTS has it."""
     status: StatusFilter = ""
     q: str = ""
     """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
@@ -124,23 +130,15 @@ class CursorError(ValueError):
     """A cursor did not come from a page."""
 
 
-_KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
-    "bytes": attrgetter("nbytes"),
-    "time": attrgetter("seconds"),
-    "step": attrgetter("step"),
-    "status": status_of,
-}
-
-
 def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     """Returns a text that changes whenever the pages of these runs do."""
     parts: list[str] = []
     library.start_scans(runs)
     for run in runs:
-        found = library.checkpoints(run, wait=wait)
+        listed = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        pace = _pace(summarize_run(run, found, library.policies))
+        pace = _pace(summarize_run(run, listed, library.policies))
         scanned = (progress.seen, progress.total) if not progress.complete else ""
         parts.append(f"{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
     return "-".join(parts)
@@ -179,37 +177,31 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
 
 
 def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
-    found, watch = library.checkpoints(run), library.watches[run.id]
+    listed, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
-    summary = summarize_run(run, found, policies)
+    summary = summarize_run(run, listed, policies)
     state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
     select = partial(_select, status=query.status, q=query.q, sort=query.sort)
-    matching = _last_selection(run.id, query.status, query.q, query.sort).of(found, select)
+    matching = _last_selection(run.id, query.status, query.q, query.sort).of(listed, select)
     start = _position_after(matching, query) if query.cursor else query.start
     shown = matching[start : start + count]
     following = next_start(start, len(matching), count)
-    part = RunPart(
+    part = filled(
+        RunPart,
+        summary,
         id=run.id,
         name=run.name,
         path=visible(run.store.url),
-        total=len(found),
-        complete=summary.complete,
-        others=summary.others,
-        nbytes=summary.nbytes,
+        total=len(listed),
         newest_step=summary.newest,
-        state=state or (status_of(found[0][1]) if found else None),
+        state=state or (status_of(listed[0][1]) if listed else None),
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
         value=json_number(summary.value),
-        durations=summary.durations,
-        saving=summary.saving,
-        stalled=summary.stalled,
-        statuses=summary.statuses,
         scan=watch.progress,
         keep=keep_text(policies),
-        metrics=summary.metrics,
         goes=len(summary.gone),
         goes_nbytes=sum(summary.gone.values()),
         sort=query.sort,
@@ -248,14 +240,14 @@ def _select(listed: Listed, status: StatusFilter, q: str, sort: str) -> Listed:
     words, conditions = _parse_search(q)
     if not words and not conditions and not status:
         return _sorted(listed, sort)
-    found = [
+    matching = [
         (checkpoint_id, info)
         for checkpoint_id, info in listed
         if status in ("", status_of(info))
         and all(holds(info) for holds in conditions)
         and (not words or all(word in _searched_text(info) for word in words))
     ]
-    return _sorted(found, sort)
+    return _sorted(matching, sort)
 
 
 def _parse_search(q: str) -> tuple[list[str], list[Callable[[CheckpointInfo], bool]]]:

@@ -7,45 +7,28 @@ which no page is built.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
-from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
-from ..pages.answers import PageRouter, Start, Words, library_of
-from ..store.library import Run
+from ..pages.answers import PageRouter
+from ..store.library import Library, Run
 from . import live, model, usage
-from .finder import FindPage, find_page
+from .finder import find_page
 from .metrics import metrics_text
 from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 
-Cursor = Annotated[str, Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`")]
-RunWords = Annotated[str, Query(max_length=500, description="words to find, and conditions as `loss<2.5`")]
-SortText = Annotated[
-    str,
-    Query(pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"),
-]
-RunName = Annotated[str, Query(max_length=500, description="words of the name, the path or the state of a run")]
-Place = Annotated[str, Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")]
-Keep = Annotated[str | None, Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`")]
-
-
-def _list_query(
-    start: Start = 0,
-    cursor: Cursor = "",
-    sort: SortText = "newest",
-    status: StatusFilter = "",
-    q: RunWords = "",
-    keep: Keep = None,
-) -> ListQuery:
-    return ListQuery(start, cursor, sort, status, q, keep)
-
-
-RunQuery = Annotated[ListQuery, Depends(_list_query)]
-
-router = PageRouter()
+router = PageRouter(
+    cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
+    sort=Query(
+        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+    ),
+    keep=Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`"),
+)
+NAME = Query(max_length=500, description="words of the name, the path or the state of a run")
+WORDS = Query(max_length=500, description="words to find, and conditions as `loss<2.5`")
+PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
 class NotModified(Exception):
@@ -55,7 +38,7 @@ class NotModified(Exception):
         self.tag = tag
 
 
-def _check_tag(request: Request, runs: Sequence[Run]) -> None:
+def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
     """Sets the ETag of an answer about these runs.
 
     Raises:
@@ -63,7 +46,7 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> None:
     """
     given = request.headers.get("if-none-match", "")
     # a client that polls waits for what is new; one that opens a page wants to see it
-    version = model.run_tag(library_of(request), runs, wait=1.0 if given else 0.0)
+    version = model.run_tag(library, runs, wait=1.0 if given else 0.0)
     text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
     tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
     if tag in given:
@@ -71,43 +54,40 @@ def _check_tag(request: Request, runs: Sequence[Run]) -> None:
     request.state.etag = tag
 
 
-@router.get("/runs", "runs.html", page="/", table="runs", result_type=RunsPage)
-def get_runs(request: Request, q: RunName = "") -> RunsPage | Response:
+def get_runs(request: Request, library: Library, q: str = "") -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
-    runs = library_of(request).runs
+    runs = library.runs
     if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
         query = request.url.query
         return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
-    _check_tag(request, runs)
-    return model.runs_page(library_of(request), q)
+    _check_tag(request, library, runs)
+    return model.runs_page(library, q)
 
 
-@router.get("/find")
-def get_found(request: Request, q: Words = "", at: Place = "") -> FindPage:
-    """Runs, steps and leaves whose names have all words of `q`."""
-    return find_page(library_of(request), q, at)
-
-
-@router.get("/runs/{run_id}", "run.html", table="run.checkpoints")
-def get_run(request: Request, run_id: str, query: RunQuery) -> RunPage:
+def get_run(
+    request: Request,
+    library: Library,
+    run_id: str,
+    start: int = 0,
+    cursor: str = "",
+    sort: str = "newest",
+    status: StatusFilter = "",
+    q: str = "",
+    keep: str | None = None,
+) -> RunPage:
     """The checkpoints of one run, by default newest first."""
-    _check_tag(request, [library_of(request).run(run_id)])
-    return model.run_page(library_of(request), run_id, query)
+    _check_tag(request, library, [library.run(run_id)])
+    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, keep))
 
 
-@router.get("/live", "live.html")
-def get_live(request: Request, start: Start = 0) -> live.LivePage:
-    """Saves in progress of every run."""
-    return live.live_page(library_of(request), request.app.state.save_rates, start, now_ns=time.time_ns())
-
-
-@router.get("/usage", "usage.html", table="runs")
-def get_usage(request: Request, keep: Keep = None, start: Start = 0) -> usage.UsagePage:
-    """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted."""
-    return usage.usage_page(library_of(request), keep, start)
-
-
-@router.pages.get("/metrics")
-def show_metrics(request: Request) -> PlainTextResponse:
+def show_metrics(library: Library) -> PlainTextResponse:
     """The figures of all runs for Prometheus."""
-    return PlainTextResponse(metrics_text(library_of(request)), media_type="text/plain; version=0.0.4")
+    return PlainTextResponse(metrics_text(library), media_type="text/plain; version=0.0.4")
+
+
+router.get("/runs", get_runs, "runs.html", page="/", table="runs", result_type=RunsPage, q=NAME)
+router.get("/find", find_page, at=PLACE)
+router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
+router.get("/live", live.live_page, "live.html")
+router.get("/usage", usage.usage_page, "usage.html", table="runs")
+router.show("/metrics", show_metrics)

@@ -36,13 +36,26 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": lambda a, b: a > b,
     "=": lambda a, b: a == b or (math.isnan(a) and math.isnan(b)),
 }
+LATE = 3.0
+"""Usual intervals after which the newest good checkpoint is late."""
+SOONEST = 60.0
+"""Seconds within which none is."""
+ENDED = 3600.0
+"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
+ENDED_INTERVALS = 20
+INTERVALS = 50
+"""The newest intervals of which the median is the usual one."""
+MAX_BRANCHES = 100
+"""Branches of a run that are listed."""
+DURATIONS = 40
+"""Saves of a run whose durations are drawn as a line."""
 
 
 def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
     """Returns the metrics that have columns: those that policies name, then those that most checkpoints have."""
-    found = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
-    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in found]
-    return list(dict.fromkeys([*named, *(name for name, _ in found.most_common(COLUMNS))]))[:COLUMNS]
+    counts = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
+    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in counts]
+    return list(dict.fromkeys([*named, *(name for name, _ in counts.most_common(COLUMNS))]))[:COLUMNS]
 
 
 def first_metric(names: Sequence[str]) -> str | None:
@@ -95,19 +108,6 @@ def condition_of(word: str) -> Callable[[CheckpointInfo], bool] | None:
     return lambda info: any(compare(value, wanted) for key, value in info.metrics.items() if key.casefold() == name)
 
 
-LATE = 3.0
-"""Usual intervals after which the newest good checkpoint is late."""
-SOONEST = 60.0
-"""Seconds within which none is."""
-ENDED = 3600.0
-"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
-ENDED_INTERVALS = 20
-INTERVALS = 50
-"""The newest intervals of which the median is the usual one."""
-MAX_BRANCHES = 100
-"""Branches of a run that are listed."""
-
-
 class ResumeSnippets(msgspec.Struct, frozen=True):
     """How to load one checkpoint."""
 
@@ -123,7 +123,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """A checkpoint that a run can be resumed from."""
 
     metric: str | None
-    """By which it is the best; None if it was not chosen by a metric."""
+    """The metric by which it is the best; None if it was not chosen by a metric."""
     mode: Literal["min", "max"] | None
     value: float | str | None
     checkpoint: CheckpointRow
@@ -151,9 +151,9 @@ class ResumePanel(msgspec.Struct, frozen=True):
     newest: ResumePoint | None
     """The newest checkpoint that is complete, not known to be damaged, and on no abandoned branch."""
     best: ResumePoint | None
-    """Of these, the one with the best metric."""
+    """The one with the best metric among the complete, intact checkpoints of branches that were not abandoned."""
     verified: ResumePoint | None
-    """Of these, the newest whose bytes were verified."""
+    """The newest of the same whose bytes were verified."""
     branches: list[LineageBranch]
     """The newest first. One, unless the run went back to an earlier step."""
 
@@ -180,7 +180,7 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     newest: tuple[str, CheckpointInfo] | None
     best: tuple[str, CheckpointInfo] | None
     rating: Best | None
-    """By what the best is chosen."""
+    """The policy by which the best is chosen."""
     verified: tuple[str, CheckpointInfo] | None
     interval: float | None
     branches: tuple[LineageBranch, ...]
@@ -221,14 +221,14 @@ def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
     there is none. Checkpoints without a record of that follow the one that was begun before them.
     """
     saves = [info for info in infos if info.status == "complete" and not info.abandoned and info.created_ns]
-    found: list[float] = []
+    intervals: list[float] = []
     for newer, older in pairwise(saves):
         seconds = ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
         if seconds > 0 and (newer.lineage is None or newer.lineage.follows == older.save_id):
-            found.append(seconds)
-            if len(found) == INTERVALS:
+            intervals.append(seconds)
+            if len(intervals) == INTERVALS:
                 break
-    return median(found) if len(found) > 1 else None
+    return median(intervals) if len(intervals) > 1 else None
 
 
 def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
@@ -319,10 +319,6 @@ def shell_quoted(text: str) -> str:
     return f"$'{''.join(plain)}'"
 
 
-DURATIONS = 40
-"""Saves of a run whose durations are drawn as a line."""
-
-
 def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
     """Returns the policies of a request, or those that the dashboard was given.
 
@@ -367,9 +363,9 @@ class RunSummary(msgspec.Struct, frozen=True):
     metrics: list[str]
     """The metrics that have columns."""
     best: dict[str, dict[str, str]]
-    """By the name of a checkpoint and of a metric: see `best_marks`."""
+    """What the values of checkpoints are, by the names of checkpoint and metric: see `best_marks`."""
     branches: dict[str, tuple[int | None, bool]]
-    """By the name of a checkpoint: the step of the one that it follows, and whether a branch begins between them."""
+    """The step that each checkpoint follows, and whether a branch begins between them, by its name."""
     metric: str | None
     value: float | None
     """The newest value of `metric`."""
@@ -421,11 +417,11 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
 def _branches(infos: Sequence[CheckpointInfo]) -> dict[str, tuple[int | None, bool]]:
     """Returns the step that each checkpoint follows, and whether another one was saved between them."""
     steps = {info.save_id: info.step for info in infos if info.save_id is not None and info.sequence is not None}
-    found: dict[str, tuple[int | None, bool]] = {}
+    branches: dict[str, tuple[int | None, bool]] = {}
     before: str | None = None
     for info in sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0)):
         assert info.lineage is not None, "others are filtered out above"
         follows = info.lineage.follows
-        found[info.name] = steps.get(follows), before is not None and follows != before
+        branches[info.name] = steps.get(follows), before is not None and follows != before
         before = info.save_id
-    return found
+    return branches

@@ -90,8 +90,8 @@ class UsagePage(msgspec.Struct, frozen=True):
     runs: list[UsageRow]
 
 
-def usage_page(library: Library, keep: str | None, start: int) -> UsagePage:
-    """Returns the bytes of every run, and what a clean-up by these policies would free. Nothing is deleted.
+def usage_page(library: Library, keep: str | None = None, start: int = 0) -> UsagePage:
+    """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted.
 
     Raises:
         KeepError: `keep` is not valid.
@@ -187,13 +187,13 @@ def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
 
 def _reasons(infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...]) -> list[ReasonRow]:
     by_name = {info.name: info for info in infos}
-    found: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for name, reasons in reasons_of(infos, policies).items():
         nbytes = by_name[name].disk_nbytes or 0
         for reason in reasons:
-            row = found.setdefault(reason, [0, 0, 0])
+            row = counts.setdefault(reason, [0, 0, 0])
             row[0], row[1], row[2] = row[0] + 1, row[1] + nbytes, row[2] + (nbytes if len(reasons) == 1 else 0)
-    return [ReasonRow(visible(reason), *row) for reason, row in sorted(found.items(), key=lambda pair: -pair[1][1])]
+    return [ReasonRow(visible(reason), *row) for reason, row in sorted(counts.items(), key=lambda pair: -pair[1][1])]
 
 
 def disk_of(run: Run) -> tuple[int | None, int | None, int | None]:

@@ -1,6 +1,6 @@
 // @ts-check
 /** Canvases that follow the width of the window and the colour scheme, colours of data, patterns, and legends. */
-import { make } from "./dom.js";
+import { make, visible } from "./dom.js";
 
 const probe = document.createElement("i");
 probe.hidden = true;
@@ -20,6 +20,21 @@ export function colour(name) {
   return found;
 }
 
+/** Red, green and blue of a colour of the sheet, from 0 to 255. @param {string} name */
+export const rgbOf = (name) => (colour(name).match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number);
+
+/** A colour as the four bytes of a pixel. @param {number[]} rgb @param {number} [alpha] */
+export const pixelOf = ([r, g, b], alpha = 1) => ((Math.round(255 * alpha) << 24) | (b << 16) | (g << 8) | r) >>> 0;
+
+/** An image of pixels, row by row. @param {ArrayLike<number>} pixels @param {number} width */
+export function imageOf(pixels, width) {
+  const image = new ImageData(width, pixels.length / width);
+  new Uint32Array(image.data.buffer).set(pixels);
+  const sheet = new OffscreenCanvas(width, image.height);
+  /** @type {OffscreenCanvasRenderingContext2D} */ (sheet.getContext("2d")).putImageData(image, 0, 0);
+  return sheet;
+}
+
 const COLOURS = 8;
 
 /** Black or white, whichever reads better on a colour. @param {string} fill */
@@ -29,8 +44,11 @@ export function ink(fill) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10151f" : "#ffffff";
 }
 
+/** The name of the colour of a number. @param {number} number */
+export const fillName = (number) => `--c${number % COLOURS}`;
+
 /** @param {number} number */
-export const fillOf = (number) => colour(`--c${number % COLOURS}`);
+export const fillOf = (number) => colour(fillName(number));
 
 /**
  * Fills a box with the colour of a number. After eight, colours repeat with stripes: the first 24 are all different.
@@ -130,22 +148,25 @@ export function label(g, text, x, y, w, h, fill) {
 }
 
 /**
- * Lets the items of a picture be pointed at, and walked through with the arrow keys.
+ * Lets the items of a picture be pointed at, and walked through with the arrow keys; `select` gets the pointer's place.
  * @param {HTMLElement} holder gets the keys
- * @param {{ count: () => number, at: (x: number, y: number) => number, select: (item: number) => void }} items
+ * @param {{
+ *   count: () => number, at: (x: number, y: number) => number,
+ *   select: (item: number, point: { x: number, y: number } | null) => void,
+ * }} items
  * @param {HTMLElement} [picture] gets the pointer, if that is not the holder
  */
 export function selectable(holder, items, picture = holder) {
   let current = -1;
-  /** @param {number} item */
-  const go = (item) => {
+  /** @param {number} item @param {{ x: number, y: number } | null} [point] */
+  const go = (item, point = null) => {
     if (item !== current) {
       current = item;
-      items.select(item);
+      items.select(item, point);
     }
   };
-  picture.addEventListener("pointermove", (event) => go(items.at(event.offsetX, event.offsetY)));
-  picture.addEventListener("pointerdown", (event) => go(items.at(event.offsetX, event.offsetY)));
+  for (const kind of /** @type {const} */ (["pointermove", "pointerdown"]))
+    picture.addEventListener(kind, ({ offsetX: x, offsetY: y }) => go(items.at(x, y), { x, y }));
   picture.addEventListener("pointerleave", () => go(-1));
   holder.addEventListener("keydown", (event) => {
     const last = items.count() - 1;
@@ -163,4 +184,24 @@ export function selectable(holder, items, picture = holder) {
     const next = steps[/** @type {keyof typeof steps} */ (event.key)];
     go(event.key === "Escape" ? -1 : Math.max(0, Math.min(last, next)));
   });
+}
+
+/**
+ * Returns what shows a text in a tooltip that follows the pointer over a picture, and below it for keyboard users.
+ * @param {HTMLElement} holder of the picture, positioned
+ * @param {HTMLElement} readout
+ */
+export function noter(holder, readout) {
+  const tip = make("div", { class: "tip", "aria-hidden": "true", hidden: true });
+  holder.append(tip);
+  /** @param {string} text @param {{ x: number, y: number } | null} [at] */
+  return (text, at = null) => {
+    readout.textContent = text ? visible(text) : "\u00a0";
+    tip.hidden = !text || !at;
+    if (!text || !at) return;
+    tip.textContent = visible(text);
+    const room = holder.clientWidth - tip.offsetWidth - 4;
+    tip.style.left = `${Math.max(0, Math.min(at.x + 14, room))}px`;
+    tip.style.top = `${at.y + 18}px`;
+  };
 }

@@ -75,8 +75,8 @@ export async function api(path, query = {}, signal) {
   return body;
 }
 
-/** @param {number} n */
-const three = (n) => Number(n.toPrecision(3)).toString();
+/** A number with so many digits, at most. @param {number} n @param {number} [digits] */
+export const figure = (n, digits = 3) => String(Number(n.toPrecision(digits)));
 
 /** @param {number} nbytes */
 export function bytesText(nbytes) {
@@ -86,14 +86,14 @@ export function bytesText(nbytes) {
     nbytes /= 1000;
     unit += 1;
   }
-  return `${unit ? three(nbytes) : Math.round(nbytes)} ${units[unit]}`;
+  return `${unit ? figure(nbytes) : Math.round(nbytes)} ${units[unit]}`;
 }
 
 /** @param {number} seconds */
 export function secondsText(seconds) {
   if (seconds >= 100) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  if (seconds >= 1) return `${three(seconds)} s`;
-  return seconds >= 1e-3 || seconds === 0 ? `${three(seconds * 1e3)} ms` : `${three(seconds * 1e6)} µs`;
+  if (seconds >= 1) return `${figure(seconds)} s`;
+  return seconds >= 1e-3 || seconds === 0 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds * 1e6)} µs`;
 }
 
 /** @param {number} n */

@@ -1,7 +1,63 @@
 // @ts-check
-/** A heat map of rows and columns that can be pointed at, and walked through with the arrow keys. */
-import { colour, follow } from "./canvas.js";
-import { imageOf, pooled, ramp } from "./heat.js";
+/** A heat map of rows and columns, with the ramp of its colours: pointed at, and walked through with the arrow keys. */
+import { colour, follow, imageOf, pixelOf, rgbOf } from "./canvas.js";
+import { buttonGroup, find, recalled, remember, secondsText } from "./dom.js";
+
+const STEPS = 256;
+
+/** 256 colours from short to long, as the bytes of pixels; the last entry is for no value. @returns {Uint32Array} */
+function ramp() {
+  const stops = ["--soft", "--c1", "--c5", "--gap"].map(rgbOf);
+  const at = [0, 0.45, 0.8, 1];
+  const colours = new Uint32Array(STEPS + 1);
+  for (let n = 0; n < STEPS; n += 1) {
+    const x = n / (STEPS - 1);
+    const k = Math.min(
+      at.findIndex((stop, i) => i < at.length - 1 && x <= at[i + 1]),
+      at.length - 2,
+    );
+    const f = (x - at[k]) / (at[k + 1] - at[k]);
+    colours[n] = pixelOf(stops[k].map((v, i) => Math.round(v + (stops[k + 1][i] - v) * f)));
+  }
+  return colours; // the last stays 0: transparent
+}
+
+/**
+ * Reduces rows to lines by their maximum, if there are more rows than lines: one slow rank of thousands stays visible.
+ * @param {ArrayLike<number>[]} columns all of one length @param {number} lines
+ * @returns {Float64Array[]}
+ */
+export function pooled(columns, lines) {
+  return columns.map((numbers) => {
+    const found = new Float64Array(lines);
+    for (let line = 0; line < lines; line += 1) {
+      const first = Math.floor((line * numbers.length) / lines);
+      const last = Math.max(first + 1, Math.floor(((line + 1) * numbers.length) / lines));
+      let most = numbers[first];
+      for (let row = first + 1; row < last; row += 1) if (numbers[row] > most) most = numbers[row];
+      found[line] = most;
+    }
+    return found;
+  });
+}
+
+/**
+ * Paints a matrix as an image with one pixel for each number.
+ * @param {ArrayLike<number>[]} columns
+ * @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
+ */
+export function matrixImage(columns, share) {
+  const width = columns.length;
+  const pixels = new Uint32Array(width * columns[0].length);
+  const colours = ramp();
+  columns.forEach((numbers, column) => {
+    for (let line = 0; line < numbers.length; line += 1) {
+      const part = share(numbers[line], column);
+      pixels[line * width + column] = part < 0 ? 0 : colours[Math.min(STEPS - 1, Math.floor(part * STEPS))];
+    }
+  });
+  return imageOf(pixels, width);
+}
 
 /** Room for the names of rows, and at the right. */
 export const LEFT = 78;
@@ -69,7 +125,7 @@ export function heatGrid(canvas, note, grid) {
     const state = `${lines} ${grid.state()} ${colour("--card")} ${colour("--c1")}`;
     if (!image || state !== painted) {
       few = pooled(grid.values(), lines);
-      image = imageOf(few, (n, c) => (n < 0 ? -1 : Math.max(0, Math.min(1, grid.share(n, c)))));
+      image = matrixImage(few, (n, c) => (n < 0 ? -1 : Math.max(0, Math.min(1, grid.share(n, c)))));
       painted = state;
     }
     g.imageSmoothingEnabled = false;
@@ -133,9 +189,9 @@ export function heatGrid(canvas, note, grid) {
   return redraw;
 }
 
-/** The ramp of colours from short to long. @param {HTMLElement} element */
-export function scaleBar(element) {
-  const canvas = /** @type {HTMLCanvasElement} */ (element);
+/** Draws the ramp of colours from short to long. */
+function drawScale() {
+  const canvas = /** @type {HTMLCanvasElement} */ (find("#heat-scale"));
   follow(canvas, {
     height: () => 10,
     draw: (g, width) => {
@@ -147,4 +203,28 @@ export function scaleBar(element) {
       }
     },
   })();
+}
+
+/**
+ * The choice of what colours stand for, and its ends: seconds, or, within a phase or a save, from the median rank's
+ * time to three times that. Returns whether it is seconds, and what writes the ends anew.
+ * @param {string} name of the choice, in the address and in the attributes of its buttons
+ * @param {{ seconds: string, ratio: string }} values of the buttons
+ * @param {() => number} longest in seconds @param {() => void} redraw
+ */
+export function colourScale(name, { seconds, ratio }, longest, redraw) {
+  let of = recalled(name) === seconds ? seconds : ratio;
+  const bySeconds = () => of === seconds;
+  const showEnds = () => {
+    find("#heat-low").textContent = bySeconds() ? "0" : "the median rank";
+    find("#heat-high").textContent = bySeconds() ? secondsText(longest()) : "3× and more";
+  };
+  buttonGroup(`data-${name}`, (value) => {
+    of = value;
+    remember({ [name]: bySeconds() ? of : null });
+    showEnds();
+    redraw();
+  })(of);
+  drawScale();
+  return { bySeconds, showEnds };
 }

@@ -1,8 +1,8 @@
 // @ts-check
 /** The heat map of a save: the time of each rank, or group of ranks, in each phase. */
-import { api, buttonGroup, find, reason, recalled, remember, secondsText } from "./dom.js";
-import { LEFT, heatGrid, scaleBar, short } from "./heat_grid.js";
-import { noter } from "./tip.js";
+import { api, find, reason, secondsText } from "./dom.js";
+import { noter } from "./canvas.js";
+import { LEFT, colourScale, heatGrid, short } from "./heat_grid.js";
 
 /**
  * @typedef {{
@@ -53,12 +53,11 @@ async function load() {
     (most, times, c) => (data.waiting[c] ? most : times.reduce((m, n) => Math.max(m, n), most)),
     1,
   );
-  let of = recalled("scale") === "save" ? "save" : "phase";
   const redraw = heatGrid(canvas, note, {
     values: () => data.times,
     // within a phase, colours go from the median rank's time to three times that
-    share: (n, c) => (of === "save" ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2),
-    state: () => of,
+    share: (n, c) => (scale.bySeconds() ? n / top : (n / Math.max(1, data.medians[c]) - 1) / 2),
+    state: () => String(scale.bySeconds()),
     body: () => Math.max(40, Math.min(460, rows * 26)),
     head: (width) => headOf((width - LEFT - 8) / columns),
     foot: 4,
@@ -72,18 +71,8 @@ async function load() {
       return `${data.labels[r]} · ${data.phases[c]} · ${time}`;
     },
   });
-  const ends = () => {
-    find("#heat-low").textContent = of === "save" ? "0" : "the median rank";
-    find("#heat-high").textContent = of === "save" ? secondsText(top * data.unit) : "3× and more";
-  };
-  buttonGroup("data-scale", (value) => {
-    of = value;
-    remember({ scale: of === "save" ? of : null });
-    ends();
-    redraw();
-  })(of);
-  ends();
-  scaleBar(find("#heat-scale"));
+  const scale = colourScale("scale", { seconds: "save", ratio: "phase" }, () => top * data.unit, redraw);
+  scale.showEnds();
   redraw();
 }
 load();

@@ -1,7 +1,7 @@
 // @ts-check
 /** A slice of an array as a picture: blue is below zero, orange above, and what is no number stands out. */
-import { find, numberText } from "./dom.js";
-import { colour, follow, legend, selectable } from "./canvas.js";
+import { figure, find, numberText } from "./dom.js";
+import { colour, follow, imageOf, legend, pixelOf, rgbOf, selectable } from "./canvas.js";
 
 /** @typedef {{ rows: number, columns: number, limit: number, cells: string }} Picture */
 /** @typedef {{ top: number, left: number, rows: number, columns: number, image: Picture | null }} Slice */
@@ -10,20 +10,15 @@ const BAD = -128;
 const LARGEST = 26;
 const HEIGHT = 420;
 const readout = find("#peek-cell");
-const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(3)));
-
-/** @param {string} name */
-const parts = (name) => (colour(name).match(/[\d.]+/g) ?? ["0", "0", "0"]).slice(0, 3).map(Number);
 
 /** The colour of a cell, as bytes of a pixel. @param {number} cell @param {Record<string, number[]>} of */
 function pixel(cell, of) {
   const share = Math.sqrt(Math.abs(cell) / 127); // small values are told apart
   const end = cell < 0 ? of.low : of.high;
-  const [r, g, b] = cell === BAD ? of.bad : of.zero.map((n, i) => Math.round(n + (end[i] - n) * share));
-  return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  return pixelOf(cell === BAD ? of.bad : of.zero.map((n, i) => Math.round(n + (end[i] - n) * share)));
 }
 
-const colours = () => ({ low: parts("--c0"), high: parts("--c1"), zero: parts("--soft"), bad: parts("--bad") });
+const colours = () => ({ low: rgbOf("--c0"), high: rgbOf("--c1"), zero: rgbOf("--soft"), bad: rgbOf("--bad") });
 
 /** @type {{ slice: Slice, picture: Picture, cells: Int8Array } | null} */
 let shown = null;
@@ -63,10 +58,7 @@ const redraw = follow(canvas, {
     if (!shown) return;
     const { picture, cells } = shown;
     const of = colours();
-    const image = new ImageData(picture.columns, picture.rows);
-    new Uint32Array(image.data.buffer).set(Array.from(cells, (cell) => pixel(cell, of)));
-    const sheet = new OffscreenCanvas(picture.columns, picture.rows);
-    /** @type {OffscreenCanvasRenderingContext2D} */ (sheet.getContext("2d")).putImageData(image, 0, 0);
+    const sheet = imageOf(Uint32Array.from(cells, (cell) => pixel(cell, of)), picture.columns);
     g.imageSmoothingEnabled = false;
     const { w } = sizes(width);
     g.clearRect(0, 0, width, height);

@@ -1,8 +1,8 @@
 // @ts-check
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
-import { api, base, buttonGroup, countText, find, make, numberText } from "./dom.js";
+import { api, base, buttonGroup, countText, figure, find, make, numberText } from "./dom.js";
 import { reason, recalled, remember, tableOf } from "./dom.js";
-import { stepChart } from "./step_chart.js";
+import { stepChart } from "./plots.js";
 
 /**
  * @typedef {{
@@ -28,7 +28,7 @@ const MEASURES = {
   largest: ["largest value", (n) => n.largest],
   bad: ["NaN or Inf", (n) => n.nan + n.infinite],
 };
-const figure = (/** @type {number | null} */ n) => (n === null ? "–" : String(Number(n.toPrecision(5))));
+const orDash = (/** @type {number | null} */ n) => (n === null ? "–" : figure(n, 5));
 
 /** @param {Steps} data @param {number} at */
 const addressOf = (data, at) => `${base}checkpoints/${data.ids[at]}/leaves/${data.leaves[at]}`;
@@ -43,7 +43,7 @@ function stepsTable(data) {
       { scope: "row" },
       make("a", { href: addressOf(data, at) }, `step ${numberText(step)}`),
     ),
-    ...names.map(([, of]) => make("td", { class: "n" }, figure(of(data.numbers[at])))),
+    ...names.map(([, of]) => make("td", { class: "n" }, orDash(of(data.numbers[at])))),
   ]);
   return tableOf("small", head, rows);
 }
@@ -60,14 +60,14 @@ function draw(data) {
     readout.textContent =
       at === null
         ? `${countText(data.step.length, "step")}${unknown}`
-        : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${figure(values()[at])}`;
+        : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${orDash(values()[at])}`;
   };
   const asked = { open: (/** @type {number} */ at) => location.assign(addressOf(data, at)), tell, zoom: update };
   const show = stepChart(chart, 215, asked);
   /** @param {number | null} low @param {number | null} high */
   function update(low, high) {
     const line = { label: MEASURES[measure][0], colour: "--c0", values: values() };
-    show({ steps: data.step, lines: [line], text: figure, free: true, low, high });
+    show({ steps: data.step, lines: [line], text: orDash, free: true, low, high });
     tell(null);
   }
   buttonGroup("data-measure", (chosen) => {

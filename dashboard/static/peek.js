@@ -1,6 +1,7 @@
 // @ts-check
 /** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
-import { api, bytesText, countText, find, make, numberText, reason, recalled, remember, tableOf } from "./dom.js";
+import { api, bytesText, countText, figure, find, make, numberText } from "./dom.js";
+import { reason, recalled, remember, tableOf } from "./dom.js";
 import { showPicture } from "./leaf_image.js";
 import { barChart } from "./plots.js";
 
@@ -27,8 +28,6 @@ const readout = find("#peek-bin");
 const LIMIT = 64 << 20;
 const NAMES = ["top", "left", "rows", "columns"];
 
-const short = (/** @type {number} */ n) => Number(n.toPrecision(4)).toString();
-
 /** @type {Statistics | null} */
 let shown = null;
 const drawHistogram = barChart(find("#peek-chart"), 180, (bin) => {
@@ -37,7 +36,7 @@ const drawHistogram = barChart(find("#peek-chart"), 180, (bin) => {
 
 /** @param {Statistics} statistics @param {number} bin */
 const binText = ({ bins, edges }, bin) =>
-  `${countText(bins[bin], "value")} from ${short(edges[bin])} to ${short(edges[bin + 1])}`;
+  `${countText(bins[bin], "value")} from ${figure(edges[bin], 4)} to ${figure(edges[bin + 1], 4)}`;
 
 /** @param {Statistics} statistics */
 function showHistogram({ bins, edges }) {
@@ -47,7 +46,7 @@ function showHistogram({ bins, edges }) {
     fillOf: () => "--c0",
     text: numberText,
     places: [0, 0.25, 0.5, 0.75, 1].map((part) => Math.round(part * bins.length) - 0.5),
-    labelOf: (place) => short(edgeAt(place)),
+    labelOf: (place) => figure(edgeAt(place), 4),
     line: null,
   });
 }
@@ -87,8 +86,8 @@ function valuesTable({ left, top, values }) {
 function binsTable({ bins, edges }) {
   const head = [make("th", {}, "From"), make("th", {}, "To"), make("th", { class: "n" }, "Values")];
   const rows = bins.map((count, n) => [
-    make("td", { class: "mono" }, short(edges[n])),
-    make("td", { class: "mono" }, short(edges[n + 1])),
+    make("td", { class: "mono" }, figure(edges[n], 4)),
+    make("td", { class: "mono" }, figure(edges[n + 1], 4)),
     make("td", { class: "n" }, numberText(count)),
   ]);
   return tableOf("small", head, rows);

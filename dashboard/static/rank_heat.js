@@ -1,8 +1,8 @@
 // @ts-check
 /** The heat map of trends: the work of each rank in each save of a run. */
-import { base, buttonGroup, find, numberText, recalled, remember, secondsText } from "./dom.js";
-import { LEFT, heatGrid, scaleBar } from "./heat_grid.js";
-import { noter } from "./tip.js";
+import { base, find, numberText, secondsText } from "./dom.js";
+import { noter } from "./canvas.js";
+import { LEFT, colourScale, heatGrid } from "./heat_grid.js";
 
 /** @typedef {import("./trends.js").Bins} Bins */
 
@@ -42,14 +42,13 @@ export function rankHeat() {
   /** @type {Bins | null} */
   let bins = null;
   let version = 0;
-  let of = recalled("work") === "seconds" ? "seconds" : "median";
   const lines = () => bins?.work[0]?.length ?? 0;
   const top = () => (bins?.work ?? []).reduce((most, column) => column.reduce((m, n) => Math.max(m, n), most), 1);
   let most = 1;
   const redraw = heatGrid(canvas, note, {
-    values: () => (of === "seconds" ? bins?.work : bins?.times) ?? [],
-    share: (n) => (of === "seconds" ? n / most : (n / 100 - 1) / 2),
-    state: () => `${of} ${version}`,
+    values: () => (scale.bySeconds() ? bins?.work : bins?.times) ?? [],
+    share: (n) => (scale.bySeconds() ? n / most : (n / 100 - 1) / 2),
+    state: () => `${scale.bySeconds()} ${version}`,
     body: () => Math.max(60, Math.min(340, lines() * 24)),
     head: () => 4,
     foot: 24,
@@ -67,22 +66,13 @@ export function rankHeat() {
       if (bins) location.href = `${base}checkpoints/${bins.ids[c]}/timing`;
     },
   });
-  const ends = () => {
-    find("#heat-low").textContent = of === "seconds" ? "0" : "the median rank";
-    find("#heat-high").textContent = of === "seconds" ? secondsText(most * (bins?.unit ?? 1)) : "3× and more";
-  };
-  buttonGroup("data-work", (value) => {
-    of = value;
-    remember({ work: of === "seconds" ? of : null });
-    ends();
-    redraw();
-  })(of);
-  scaleBar(find("#heat-scale"));
+  const longest = () => most * (bins?.unit ?? 1);
+  const scale = colourScale("work", { seconds: "seconds", ratio: "median" }, longest, redraw);
   return (shown) => {
     bins = shown;
     version += 1;
     most = top();
-    ends();
+    scale.showEnds();
     redraw();
   };
 }

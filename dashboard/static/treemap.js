@@ -2,8 +2,7 @@
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
 import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
 import { isReport, reason, recalled, remember, tableOf, visible } from "./dom.js";
-import { colour, fillOf, follow, ink, selectable } from "./canvas.js";
-import { noter } from "./tip.js";
+import { colour, fillName, fillOf, follow, ink, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
@@ -90,19 +89,13 @@ function fill(g) {
   const inks = [];
   // the larger ones last, over those that have no width of their own
   for (const { x0, y0, x1, y1, part, shade } of areas.leaves.toReversed()) {
-    const pixel = (inks[2 * part + shade] ??= pixelOf(fillOf(part), shade ? 0.82 : 1));
+    const pixel = (inks[2 * part + shade] ??= pixelOf(rgbOf(fillName(part)), shade ? 0.82 : 1));
     const left = Math.min(width - 1, Math.round(x0 * ratio));
     const right = Math.max(left + 1, Math.round(x1 * ratio));
     const bottom = Math.max(Math.round(y0 * ratio) + 1, Math.round(y1 * ratio));
     for (let y = Math.round(y0 * ratio); y < bottom; y += 1) pixels.fill(pixel, y * width + left, y * width + right);
   }
   g.putImageData(image, 0, 0);
-}
-
-/** A colour as the four bytes of a pixel. @param {string} rgb @param {number} alpha */
-function pixelOf(rgb, alpha) {
-  const bytes = [...(rgb.match(/\d+/g) ?? []).slice(0, 3).map(Number), Math.round(255 * alpha)];
-  return new Uint32Array(new Uint8Array(bytes).buffer)[0];
 }
 
 /**
@@ -182,19 +175,11 @@ function summary() {
 }
 
 const note = noter(/** @type {HTMLElement} */ (canvas.parentElement), readout);
-/** Where the pointer is on the picture; null while the keys choose. @type {{ x: number, y: number } | null} */
-let pointer = null;
-canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => {
-  pointer = { x: offsetX, y: offsetY };
-});
-canvas.addEventListener("keydown", () => {
-  pointer = null;
-});
 
 selectable(canvas, {
   count: () => areas.leaves.length,
   at: (x, y) => areas.leaves.findIndex((a) => x >= a.x0 && x < a.x1 && y >= a.y0 && y < a.y1),
-  select: (item) => {
+  select: (item, point) => {
     chosen = item;
     redraw();
     const area = areas.leaves[item];
@@ -204,7 +189,7 @@ selectable(canvas, {
     }
     const nbytes = page.nbytes[area.box];
     const percent = ((100 * nbytes) / page.total).toPrecision(3);
-    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %`, pointer);
+    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %`, point);
   },
 });
 

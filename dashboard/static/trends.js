@@ -1,9 +1,9 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
-import { api, base, buttonGroup, bytesText, countText, find, numberText } from "./dom.js";
+import { api, base, buttonGroup, bytesText, countText, figure, find, numberText } from "./dom.js";
 import { reason, recalled, remember, secondsText } from "./dom.js";
 import { binText, rankHeat } from "./rank_heat.js";
-import { nameLines, stepChart } from "./step_chart.js";
+import { nameLines, stepChart } from "./plots.js";
 
 /**
  * @typedef {{
@@ -16,8 +16,8 @@ import { nameLines, stepChart } from "./step_chart.js";
  *   counts: number[], seconds: number[], phases: string[], stack: number[][], block: number, world: number,
  *   unit: number, work: number[][], times: number[][],
  * }} Bins
- * @typedef {import("./step_chart.js").Line} Line
- * @typedef {import("./step_chart.js").Shown} Shown
+ * @typedef {import("./plots.js").Line} Line
+ * @typedef {import("./plots.js").Shown} Shown
  */
 
 /** Milliseconds after which a page of a run that is still being read is loaded again. */
@@ -29,7 +29,6 @@ const run = find("#trends").dataset.run;
 const readout = find("#trends-text");
 const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
-const figure = (/** @type {number} */ n) => String(Number(n.toPrecision(5)));
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
 /** The steps that are shown, null for all, and how their values are drawn. */
@@ -47,7 +46,7 @@ function contents(data, { dataset }) {
     const name = JSON.parse(dataset.metric);
     const words = data.metrics[name];
     const values = words.map((n) => (typeof n === "number" ? n : null));
-    return { lines: [line(name, values, "--c1")], words, text: figure, free: true };
+    return { lines: [line(name, values, "--c1")], words, text: (/** @type {number} */ n) => figure(n, 5), free: true };
   }
   switch (dataset.chart) {
     case "rate":

@@ -1,19 +1,67 @@
 // @ts-check
-/** The waterfall of a save: zoomed by dragging and by keys, and walked through with the arrow keys. */
-import { buttonGroup, countText, find, recalled } from "./dom.js";
-import { follow } from "./canvas.js";
-import { FRAME, LEFT, WAITS, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
+/** The waterfall of a save with its legend: zoomed by dragging and by keys, and walked through with the arrow keys. */
+import { api, buttonGroup, bytesText, countText, figure, find, make, numberText } from "./dom.js";
+import { reason, recalled, remember, secondsText } from "./dom.js";
+import { follow, legend, noter } from "./canvas.js";
+import { FRAME, LEFT, WAITS, drawPhase, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
 import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
-import { fit, recallView, rememberView, textOf } from "./waterfall_view.js";
 
 /** @typedef {import("./waterfall_draw.js").Scene} Scene */
+/** @typedef {import("./waterfall_layout.js").Columns} Columns */
 
 const CLICK = 6; // pixels that the pointer may move in a click
 const AROUND = 24; // ranks that Enter on a line of the overview shows
 
 /**
+ * Two bounds within 0 and `size`; all of it if they are not valid.
+ * @param {number[]} bounds @param {number} size
+ * @returns {[number, number]}
+ */
+const fit = ([low, high], size) =>
+  low < high && low < size && high > 0 ? [Math.max(0, low), Math.min(size, high)] : [0, size];
+
+/** Writes the view into the address. @param {Scene} scene */
+function rememberView({ data, order, rows, view }) {
+  const seconds = (/** @type {number} */ t) => figure(t * data.unit, 6);
+  remember({
+    t: view.t0 === 0 && view.t1 === data.total ? null : `${seconds(view.t0)}-${seconds(view.t1)}`,
+    r: view.r0 === 0 && view.r1 === rows.length ? null : `${view.r0}-${view.r1}`,
+    order: order === "rank" ? null : order,
+  });
+}
+
+/** Reads the view from the address. @param {Scene} scene @returns {import("./waterfall_layout.js").View} */
+function recallView({ data, rows }) {
+  const pair = (/** @type {string} */ name) => {
+    const found = (recalled(name) ?? "").match(/^([\d.e-]+?)-([\d.e-]+)$/);
+    return found ? [Number(found[1]), Number(found[2])] : [];
+  };
+  const times = pair("t").map((seconds) => seconds / data.unit);
+  const [t0, t1] = fit(times, data.total);
+  const [r0, r1] = fit(pair("r").map(Math.round), rows.length);
+  return { t0, t1, r0, r1 };
+}
+
+/** A span or a band as text. @param {Scene} scene @param {number} item */
+function textOf({ data, edges, layout, stragglers }, item) {
+  if (item < 0) return "";
+  if (!layout.detail) {
+    const { from, to, rank, row } = layout.bands[item];
+    const more = to - from > 1 ? `, the slowest of ${to - from}` : "";
+    const straggler = stragglers.has(rank) ? " · straggler" : "";
+    return `rank ${rank}${more} · active time ${secondsText(data.busy[row] * data.unit)}${straggler}`;
+  }
+  const band = layout.bands.find(({ row }) => item >= edges[row] && item < edges[row + 1]);
+  const took = data.length[item] * data.unit;
+  const nbytes = data.nbytes[item];
+  const rate = nbytes && took ? ` · ${bytesText(nbytes)} at ${bytesText(nbytes / took)}/s` : "";
+  const when = `${secondsText(took)}, from ${secondsText(data.start[item] * data.unit)} on`;
+  return `rank ${data.ranks[band?.row ?? 0]} · ${data.phases[data.phase[item]]} · ${when}${rate}`;
+}
+
+/**
  * The scene of a save with all of it in view.
- * @param {import("./waterfall_layout.js").Columns} data @param {number | null} slowest @param {string} order
+ * @param {Columns} data @param {number | null} slowest @param {string} order
  * @returns {Scene}
  */
 function sceneOf(data, slowest, order) {
@@ -30,12 +78,12 @@ function sceneOf(data, slowest, order) {
 
 /**
  * Shows a save on the canvas.
- * @param {HTMLCanvasElement} canvas @param {import("./waterfall_layout.js").Columns} data
+ * @param {HTMLCanvasElement} canvas @param {Columns} data
  * @param {number | null} slowest the rank to mark
  * @param {(text: string, at?: { x: number, y: number } | null) => void} note shows what is chosen
  * @returns {number[]} the colour number of each phase
  */
-export function showWaterfall(canvas, data, slowest, note) {
+function showWaterfall(canvas, data, slowest, note) {
   const order = recalled("order") === "slow" ? "slow" : "rank";
   const scene = sceneOf(data, slowest, order);
   const redraw = follow(canvas, {
@@ -200,3 +248,35 @@ export function showWaterfall(canvas, data, slowest, note) {
   zoom(recallView(scene));
   return scene.paints;
 }
+
+/** Phases that the legend names. */
+const NAMED = 24;
+
+/** @param {string[]} phases @param {number[]} paints the colour number of each phase */
+function showLegend(phases, paints) {
+  const shown = phases.map((name, n) => ({ name, paint: paints[n] })).filter(({ paint }) => paint !== FRAME);
+  shown.sort((a, b) => Number(a.paint === WAITS) - Number(b.paint === WAITS));
+  const list = find("#phase-legend");
+  const entries = shown.slice(0, NAMED).map(({ name, paint }) => ({
+    text: paint === WAITS ? `${name} (waiting)` : name,
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => drawPhase(g, paint, 0, 0, 13, 13),
+  }));
+  legend(list, entries);
+  if (shown.length > NAMED) list.append(make("li", {}, `and ${numberText(shown.length - NAMED)} more phases`));
+}
+
+const holder = find("#waterfall");
+const canvas = /** @type {HTMLCanvasElement} */ (find("#waterfall-canvas"));
+const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
+const address = `checkpoints/${holder.dataset.checkpoint}/timing`;
+const slowest = holder.dataset.slow === "" ? null : Number(holder.dataset.slow);
+
+async function load() {
+  try {
+    const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
+    showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
+  } catch (error) {
+    note(`The waterfall cannot be drawn: ${reason(error)}`);
+  }
+}
+load();

@@ -99,13 +99,13 @@ class Cache:
 
     def tidy(self) -> None:
         """Deletes the least recently used files of indexes until all of them are within the limit."""
-        found: list[tuple[float, int, Path]] = []
+        files: list[tuple[float, int, Path]] = []
         for path in self.directory.glob("*.outline"):
             with contextlib.suppress(OSError):
                 at = path.stat()
-                found.append((at.st_mtime, at.st_size, path))
-        over = sum(nbytes for _, nbytes, _ in found) - self._limit
-        for _, nbytes, path in sorted(found):
+                files.append((at.st_mtime, at.st_size, path))
+        over = sum(nbytes for _, nbytes, _ in files) - self._limit
+        for _, nbytes, path in sorted(files):
             if over <= 0:
                 return
             with contextlib.suppress(OSError):

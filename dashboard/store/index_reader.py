@@ -57,7 +57,7 @@ class ReadProgress(msgspec.Struct, frozen=True):
     done: int
     total: int
     share: float | None
-    """From 0 to 1; None if it is not known."""
+    """The done part of it, from 0 to 1; None if it is not known."""
     seconds: float
 
 
@@ -91,8 +91,8 @@ class _ReadJob(ProcessJob):
             self._failure, status = _unreadable(self._name, f"{error}"), 0
         if status and self._failure is None:
             killed = "the reader was killed: it takes more time than it may, or more memory than there is"
-            found = killed if status in KILLED else f"the reader ended with {status}"
-            self._failure = _unreadable(self._name, found)
+            ending = killed if status in KILLED else f"the reader ended with {status}"
+            self._failure = _unreadable(self._name, ending)
         self._reader.take_result(self._key, self._failure)
 
     @property
@@ -159,13 +159,13 @@ class IndexReader:
             StoreError: they could not be read this time, or not within the limits.
         """
         key = key_of(f"foreign:{path}", version)
-        if (found := self._known(key)) is not None:
-            return found
+        if (known := self._known(key)) is not None:
+            return known
         job = self._job(key, ["", path])
         job.over.wait(REQUEST_WAIT_SECONDS)
-        if (found := self._known(key)) is None:
+        if (known := self._known(key)) is None:
             raise StillReading(path, job.progress)
-        return found
+        return known
 
     def _known(self, key: str) -> StoredOutline | None:
         """Returns the outline of a key, if there is one; raises the error of the last read, if that failed."""
@@ -196,16 +196,16 @@ class IndexReader:
 
     def _build(self, key: str, folder: Store) -> StoredOutline:
         with self._building:
-            if (found := self._open_file(key)) is None:
+            if (outline := self._open_file(key)) is None:
                 try:
                     write_outline(checkpoint.read_index(folder), self._cache.outline_path(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
                 self._cache.tidy()
-                found = self._open_file(key)
-        assert found is not None, "it was built now"
-        return found
+                outline = self._open_file(key)
+        assert outline is not None, "it was built now"
+        return outline
 
     def _fail(self, key: str, error: TreeckptError) -> None:
         until = math.inf if shows_damage(error) else time.monotonic() + RETRY

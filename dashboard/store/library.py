@@ -46,6 +46,8 @@ from .watch import DirectoryState, RunWatcher
 
 S = TypeVar("S")
 T = TypeVar("T")
+Listed = Sequence[tuple[str, CheckpointInfo]]
+"""Checkpoints with their ids."""
 
 
 class LastResult(Generic[S, T]):
@@ -62,10 +64,6 @@ class LastResult(Generic[S, T]):
         return pair[1]
 
 
-Listed = Sequence[tuple[str, CheckpointInfo]]
-"""Checkpoints with their ids."""
-
-
 class NotFound(Exception):
     """Nothing is known under an id, or not the part of it that was requested."""
 
@@ -80,7 +78,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     id: str
     name: str
     path: Path
-    """Of a remote run, its URL as a path."""
+    """The directory, or the URL of a remote run as a path."""
     store: RunStore
     url: str
     """The URL with which another process opens it; empty for a local run, whose folders are opened by path."""
@@ -168,8 +166,8 @@ class Library:
         cache: Cache | None = None,
         policies: Sequence[Policy] = (),
     ) -> None:
-        found = [_run(path) for path in paths]
-        self.runs = _with_own_names(tuple({run.id: run for run in found}.values()))
+        runs = [_run(path) for path in paths]
+        self.runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
         self.cache = cache or Cache()
         self.policies = tuple(policies)
         self._reader = IndexReader(self.cache)
@@ -337,10 +335,10 @@ class Library:
         """Returns the reduced timings of a listed checkpoint; None if it has none that can be read."""
         if info.save_id is None or info.seconds is None:
             return None
-        found = self._reduced[run.id]
-        if info.save_id not in found:  # it was dropped: the cache still has it
+        reduced = self._reduced[run.id]
+        if info.save_id not in reduced:  # it was dropped: the cache still has it
             self._look(run, run.store.folder(info.name).listed())
-        return found.get(info.save_id)
+        return reduced.get(info.save_id)
 
     def close(self) -> None:
         """Ends the processes that read indexes, and writes the cache."""
@@ -361,9 +359,9 @@ class _SummaryCache:
         if key[1] == "took":
             url, _, name = key[0].rpartition("/")
             from_file: Any = partial(read_reduced, self._run.store.folder(PurePath(url).name), name)
-            found: Any = self._cache.get_or_read(key, entry, from_file)
-            self._reduced[name.split(".")[1]] = found
-            return found
+            timings: Any = self._cache.get_or_read(key, entry, from_file)
+            self._reduced[name.split(".")[1]] = timings
+            return timings
         if key[1] != "summary" or not is_large(entry) or not entry.regular:
             return self._cache.get_or_read(key, entry, read)
         from_outline: Any = partial(self._read_summary, key[0], entry)

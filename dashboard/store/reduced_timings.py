@@ -54,7 +54,7 @@ class ReducedTimings(catalog.SaveDuration, frozen=True):
 
     world: int
     names: tuple[str, ...]
-    """Of the phases on the critical path, sorted; one object for all saves with equal ones."""
+    """The names of the phases on the critical path, sorted; one object for all saves with equal ones."""
     times: bytes
     """float64[phases], little-endian: seconds of each phase on the critical path."""
     median: float
@@ -149,13 +149,13 @@ def _longest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _phase_seconds(path: Sequence[CriticalSegment]) -> dict[str, float]:
-    found: dict[str, int] = {}
+    times: dict[str, int] = {}
     for segment in path:
         name = segment.phase[:MAX_TEXT]
-        found[name] = found.get(name, 0) + segment.stop_ns - segment.start_ns
-    names = sorted(found, key=lambda name: -found[name])
-    seconds = {name: found[name] / 1e9 for name in names[:MAX_PHASES]}
-    if rest := sum(found[name] for name in names[MAX_PHASES:]):
+        times[name] = times.get(name, 0) + segment.stop_ns - segment.start_ns
+    names = sorted(times, key=lambda name: -times[name])
+    seconds = {name: times[name] / 1e9 for name in names[:MAX_PHASES]}
+    if rest := sum(times[name] for name in names[MAX_PHASES:]):
         seconds[OTHER] = seconds.get(OTHER, 0.0) + rest / 1e9
     return seconds
 

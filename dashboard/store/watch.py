@@ -28,7 +28,8 @@ from treeckpt.errors import TreeckptError, visible
 FRESH = 1.0
 """Seconds after a scan during which no other one starts."""
 REMOTE_FRESH = 4.0
-"""The same for a remote run, as a multiple of the time that the scan took: it may have listed a million objects.
+"""A multiple of the time that a scan of a remote run took, after which the next may start: a scan may list a million
+objects.
 
 After a scan that failed, the next one may start as soon as that of a local run.
 """
@@ -38,7 +39,7 @@ ENOUGH = 100
 FIRST_WAIT_SECONDS = 0.3
 """Seconds from the start of a scan for which requests wait, if they give no `wait`; then they get what is known."""
 REMOTE_SOON = 1.0
-"""The same for the first scan of a remote run: its first page takes a few requests in a row."""
+"""Seconds for which requests wait for the first scan of a remote run: its first page takes a few requests in a row."""
 BATCH = 8
 """Directories of a local run that are inspected in one turn."""
 HARDLY = 0.08

@@ -32,6 +32,16 @@ MIN_SHOWN_SHARE = 0.01
 """The share of a save below which its parts are shown as one."""
 NAMED_RANK_SHARE = 0.7
 """The share of a phase's time from which a rank alone is named for it."""
+TimedSave = tuple[str, int, ReducedTimings]
+"""The id, step and timings of a checkpoint."""
+BEFORE = 100
+"""Saves with which the last SAVES are compared."""
+HOSTS = 20
+"""Hosts that are listed."""
+RANKS = 8
+"""Ranks of a host that are listed."""
+OFTEN = 0.5
+"""The share of saves from which on what is seen in them is a trend."""
 
 
 class PartRow(msgspec.Struct, frozen=True):
@@ -63,12 +73,12 @@ def critical_parts(
         total: seconds of the whole save.
     """
     names = host_names(hosts, (segment.rank for segment in path))
-    found: dict[tuple[int, str], list[int]] = {}
+    times: dict[tuple[int, str], list[int]] = {}
     for segment in path:
-        found.setdefault((segment.rank, segment.phase), []).append(segment.stop_ns - segment.start_ns)
+        times.setdefault((segment.rank, segment.phase), []).append(segment.stop_ns - segment.start_ns)
     rows = [
         PartRow(rank, names.get(rank), phase, sum(ns) / 1e9, sum(ns) / 1e9 / total if total else 0.0, len(ns))
-        for (rank, phase), ns in found.items()
+        for (rank, phase), ns in times.items()
     ]
     rows.sort(key=lambda row: -row.seconds)
     shown = [row for row in rows if row.share >= MIN_SHOWN_SHARE]
@@ -96,8 +106,8 @@ def diagnosis(
 def saves_before(info: CheckpointInfo, saves: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Returns the last SAVES checkpoints of a run, oldest first, that were saved before one and have a duration."""
     at = info.created_ns or 0
-    found = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
-    return nlargest(SAVES, found, key=lambda other: other.created_ns or 0)[::-1]
+    earlier = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
+    return nlargest(SAVES, earlier, key=lambda other: other.created_ns or 0)[::-1]
 
 
 def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float) -> str:
@@ -131,28 +141,16 @@ def _longest(parts: Sequence[PartRow], late_call: str) -> str:
     return f"{phases[phase]:.0%} of it is {visible(phase)} on {where}".replace("%", " %")
 
 
-TimedSave = tuple[str, int, ReducedTimings]
-"""The id, step and timings of a checkpoint."""
-BEFORE = 100
-"""Saves with which the last SAVES are compared."""
-HOSTS = 20
-"""Hosts that are listed."""
-RANKS = 8
-"""Ranks of a host that are listed."""
-OFTEN = 0.5
-"""The share of saves from which on what is seen in them is a trend."""
-
-
 class OffenderRow(msgspec.Struct, frozen=True):
     """A rank that was a straggler."""
 
     rank: int
     saves: int
-    """In how many saves."""
+    """The number of saves in which it was one."""
     recent: int
-    """In how many of the last ones; see `HostRow.of`."""
+    """The number of these among the last saves, of which `HostRow.of` says how many they are."""
     worst: int
-    """In how many of them it lost the most time."""
+    """The number of saves in which it lost the most time."""
     times: float | None
     """The median of its time as a multiple of the median rank's."""
     phase: str
@@ -170,12 +168,12 @@ class HostRow(msgspec.Struct, frozen=True):
     saves: int
     """Number of saves in which any of its ranks was a straggler."""
     share: float
-    """The same as a share of all saves."""
+    """The share of these among all saves."""
     recent: int
     of: int
     """How many saves are the last ones."""
     ranks: list[OffenderRow]
-    """Those of the most saves first."""
+    """The ranks that stood out, those of the most saves first."""
     more: int
     """How many others there are."""
 
@@ -183,12 +181,12 @@ class HostRow(msgspec.Struct, frozen=True):
 def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:
     """Returns the hosts that had stragglers, those of the most saves first."""
     recent = max(0, len(saves) - SAVES)
-    found: dict[str, dict[int, list[tuple[int, SlowRank]]]] = {}
+    seen_by_host: dict[str, dict[int, list[tuple[int, SlowRank]]]] = {}
     for number, (_, _, reduced) in enumerate(saves):
         for slow in reduced.slow:
-            found.setdefault(slow.host, {}).setdefault(slow.rank, []).append((number, slow))
+            seen_by_host.setdefault(slow.host, {}).setdefault(slow.rank, []).append((number, slow))
     rows: list[HostRow] = []
-    for host, ranks in found.items():
+    for host, ranks in seen_by_host.items():
         numbers = {number for seen in ranks.values() for number, _ in seen}
         worst = sorted(ranks, key=lambda rank: (-len(ranks[rank]), rank))
         listed = [_offender(saves, rank, ranks[rank], recent) for rank in worst[:RANKS]]

@@ -40,6 +40,8 @@ STRAGGLERS = 50
 """Stragglers listed on the page, the worst first."""
 
 Sort = Literal["slow", "rank"]
+TICKS = 4_000_000
+"""Units into which the time of a save is divided, so that columns are short integers."""
 
 
 class PhaseRow(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
     rank: int
     seconds: float
-    """From its first span to its last."""
+    """Seconds from its first span to its last."""
     busy: float
     """Seconds of its own work: without waiting for other ranks, and without what only the coordinator does."""
     nbytes: int
@@ -149,11 +151,11 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     straggling: int = 0
     """Number of all stragglers, of which the worst are listed."""
     diagnosis: str = ""
-    """In a sentence: its duration beside the saves before it, and what took the longest."""
+    """The duration beside the saves before it, and what took the longest, as a sentence."""
     clocks: str = ""
-    """In two sentences: which clocks of hosts differ, and that times are corrected by that; empty if none do."""
+    """Which clocks of hosts differ, and that times are corrected by that, as two sentences; empty if none do."""
     trend: str = ""
-    """In a sentence: whether what slowed it was there in the saves before it."""
+    """Whether what slowed it was there in the saves before it, as a sentence."""
     parts: list[PartRow] = []
     """The critical path by rank and phase, the longest first."""
     rest: RestRow | None = None
@@ -172,8 +174,12 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of rows of the whole heat map."""
 
 
-def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort: Sort) -> TimingPage:
-    """Returns the timing of a save, also of a failed one, with the spans of ranks from position `start` on.
+def timing_page(
+    library: Library, checkpoint_id: str, start: int = 0, by: str = "rank", sort: Sort = "slow"
+) -> TimingPage:
+    """The spans of a save and their summary.
+
+    Also of a failed one; with the spans of ranks from position `start` on.
 
     Args:
         by: the rows of the heat map: "rank", or one of the page's groups.
@@ -182,16 +188,16 @@ def timing_page(library: Library, checkpoint_id: str, start: int, by: str, sort:
     Raises:
         UnknownGroupingError: there is no such group.
     """
-    found = library.checkpoint(checkpoint_id)
-    run, info = found.run, found.info
+    checkpoint = library.checkpoint(checkpoint_id)
+    run, info = checkpoint.run, checkpoint.info
     row = checkpoint_row(checkpoint_id, run, info)
     if info.status == "foreign":
         return TimingPage(checkpoint=row, problem="This is no checkpoint.")
     try:
-        study = library.study(found)
+        study = library.study(checkpoint)
     except TreeckptError as error:
         return TimingPage(checkpoint=row, problem=visible(str(error)))
-    page = _timing_page(row, study, groupings(library, found, study), start, by, sort)
+    page = _timing_page(row, study, groupings(library, checkpoint, study), start, by, sort)
     saves = [other for _, other in library.checkpoints(run)]
     before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
     return msgspec.structs.replace(
@@ -351,10 +357,6 @@ def _span_rows(study: TimingReport, positions: Sequence[int]) -> list[SpanRow]:
                 )
             )
     return rows
-
-
-TICKS = 4_000_000
-"""Units into which the time of a save is divided, so that columns are short integers."""
 
 
 class WaterfallData(msgspec.Struct, frozen=True):

@@ -2,76 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Query, Request
+from fastapi import Query
 from fastapi.responses import Response
 
 from treeckpt._inspect.perfetto import encode_trace
 from treeckpt._inspect.timing_report import TimingReport
 
-from ..pages.answers import PageRouter, Start, library_of
-from ..store.library import NotFound, OpenCheckpoint
-from .model import HeatData, Sort, TimingPage, WaterfallData, groupings, heat_data, timing_page, waterfall_data
-from .trends import TrendBins, TrendsPage
+from ..pages.answers import PageRouter
+from ..store.library import Library, NotFound, OpenCheckpoint
+from .model import HeatData, WaterfallData, groupings, heat_data, timing_page, waterfall_data
+from .trends import MAX_STEP, TrendBins, TrendsPage, TrendTables
 
-By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
-MAX_STEP = 1 << 62
-LowStep = Annotated[int, Query(ge=-MAX_STEP, le=MAX_STEP, description="the first step")]
-HighStep = Annotated[int, Query(ge=-MAX_STEP, le=MAX_STEP, description="the last step")]
+router = PageRouter(
+    by=Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name"),
+    low=Query(ge=-MAX_STEP, le=MAX_STEP, description="the first step"),
+    high=Query(ge=-MAX_STEP, le=MAX_STEP, description="the last step"),
+)
+TIMING = "/checkpoints/{checkpoint_id}/timing"
 
-router = PageRouter()
 
-
-def _timings_of(request: Request, checkpoint_id: str) -> tuple[OpenCheckpoint, TimingReport]:
+def _timings_of(library: Library, checkpoint_id: str) -> tuple[OpenCheckpoint, TimingReport]:
     """Returns a checkpoint and its timings.
 
     Raises:
         NotFound: there is no such checkpoint.
         CheckpointError: it has no timings.
     """
-    found = library_of(request).checkpoint(checkpoint_id)
-    if found.info.status == "foreign":
+    checkpoint = library.checkpoint(checkpoint_id)
+    if checkpoint.info.status == "foreign":
         raise NotFound("This is no checkpoint.")
-    return found, library_of(request).study(found)
+    return checkpoint, library.study(checkpoint)
 
 
-@router.get("/checkpoints/{checkpoint_id}/timing", "timing.html", table="ranks")
-def get_timing(
-    request: Request, checkpoint_id: str, start: Start = 0, by: By = "rank", sort: Sort = "slow"
-) -> TimingPage:
-    """The spans of a save and their summary."""
-    return timing_page(library_of(request), checkpoint_id, start, by, sort)
-
-
-@router.get("/checkpoints/{checkpoint_id}/timing/waterfall")
-def get_waterfall(request: Request, checkpoint_id: str) -> WaterfallData:
+def get_waterfall(library: Library, checkpoint_id: str) -> WaterfallData:
     """Every span of a save, in columns."""
-    return waterfall_data(_timings_of(request, checkpoint_id)[1])
+    return waterfall_data(_timings_of(library, checkpoint_id)[1])
 
 
-@router.get("/checkpoints/{checkpoint_id}/timing/heat")
-def get_heat(request: Request, checkpoint_id: str, by: By = "rank") -> HeatData:
+def get_heat(library: Library, checkpoint_id: str, by: str = "rank") -> HeatData:
     """The time of every rank, or group of ranks, in every phase, in columns."""
-    found, study = _timings_of(request, checkpoint_id)
-    return heat_data(study, groupings(library_of(request), found, study), by)
+    checkpoint, study = _timings_of(library, checkpoint_id)
+    return heat_data(study, groupings(library, checkpoint, study), by)
 
 
-@router.get("/checkpoints/{checkpoint_id}/trace.json", result_type=dict[str, Any])
-def get_trace(request: Request, checkpoint_id: str) -> Response:
+def get_trace(library: Library, checkpoint_id: str) -> Response:
     """The save in the Trace Event Format, for Perfetto."""
-    timings = _timings_of(request, checkpoint_id)[1].timings
+    timings = _timings_of(library, checkpoint_id)[1].timings
     headers = {"Content-Disposition": f'attachment; filename="trace.{timings.save_id}.json"'}
     return Response(encode_trace(timings), media_type="application/json", headers=headers)
 
 
-@router.get("/runs/{run_id}/trends", "trends.html", table="step")
-def get_trends(request: Request, run_id: str, start: Start = 0) -> TrendsPage:
+def get_trends(tables: TrendTables, run_id: str, start: int = 0) -> TrendsPage:
     """The saves of a run by step, in columns, and the ranks that were slow again and again."""
-    return request.app.state.trends.page(run_id, start)
+    return tables.page(run_id, start)
 
 
-@router.get("/runs/{run_id}/trends/bins")
-def get_bins(request: Request, run_id: str, low: LowStep = -MAX_STEP, high: HighStep = MAX_STEP) -> TrendBins:
+def get_bins(tables: TrendTables, run_id: str, low: int = -MAX_STEP, high: int = MAX_STEP) -> TrendBins:
     """The time of phases and ranks over the saves of a run between two steps, in bins of consecutive saves."""
-    return request.app.state.trends.bins(run_id, low, high)
+    return tables.bins(run_id, low, high)
+
+
+router.get(TIMING, timing_page, "timing.html", table="ranks")
+router.get(f"{TIMING}/waterfall", get_waterfall)
+router.get(f"{TIMING}/heat", get_heat)
+router.get("/checkpoints/{checkpoint_id}/trace.json", get_trace, result_type=dict[str, Any])
+router.get("/runs/{run_id}/trends", get_trends, "trends.html", table="step")
+router.get("/runs/{run_id}/trends/bins", get_bins)

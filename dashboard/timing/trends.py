@@ -30,8 +30,12 @@ BINS = 240
 """Bins of one view, at most."""
 PHASES = 7
 """Phases that are shown apart, those with the most time in any bin; the others are added up."""
+MAX_STEP = 1 << 62
 UNITS = 10_000
 """Units into which the longest work is divided, so that columns are short integers."""
+T = TypeVar("T")
+MAX_METRICS = 8
+"""Metrics that have a chart."""
 
 
 class TrendBins(msgspec.Struct, frozen=True):
@@ -61,7 +65,7 @@ class TrendBins(msgspec.Struct, frozen=True):
     work: list[list[int]] = []
     """Active time by bin and line: the longest of any save and rank; -1 for none."""
     times: list[list[int]] = []
-    """The same as hundredths of the work of the median rank in the same save."""
+    """The work as hundredths of the median rank's in the same save."""
 
 
 def trend_bins(ids: Sequence[str], steps: Sequence[int], reduced: Sequence[ReducedTimings]) -> TrendBins:
@@ -108,8 +112,8 @@ def _phases(reduced: Sequence[ReducedTimings], starts: np.ndarray, counts: np.nd
     columns = {names: [column[name] for name in names] for names in kinds}
     matrix = np.zeros((len(reduced), len(column)))
     rows = np.repeat(np.arange(len(reduced)), [len(one.names) for one in reduced])
-    found = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
-    matrix[rows, found] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
+    places = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
+    matrix[rows, places] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
     means = np.add.reduceat(matrix, starts, axis=0) / counts[:, None]
     most = means.max(axis=0)
     names = sorted(column, key=lambda name: (name == OTHER, -most[column[name]]))
@@ -137,11 +141,6 @@ def _integers(values: np.ndarray) -> list[list[int]]:
     return np.nan_to_num(np.minimum(values, 1e9), nan=-1.0).round().astype(np.int64).tolist()
 
 
-T = TypeVar("T")
-MAX_METRICS = 8
-"""Metrics that have a chart."""
-
-
 class TrendsPage(msgspec.Struct, frozen=True):
     """The saves of a run by step, oldest first, in columns; the rows from `start` to `next` are also a table."""
 
@@ -150,7 +149,7 @@ class TrendsPage(msgspec.Struct, frozen=True):
     scan: ScanProgress
     """Until the first scan is complete, saves are still missing."""
     text: str
-    """In a sentence: how long the last saves took beside those before them, and which rank stood out."""
+    """How long the last saves took beside those before them, and which rank stood out, as a sentence."""
     timed: int
     """Saves whose timings could be read."""
     hosts: list[HostRow]
@@ -199,10 +198,10 @@ class TrendTables:
         Raises:
             NotFound: there is no such run.
         """
-        found = self._trends(run_id)
-        scan = self._library.watches[found.page.run].progress
-        last = next_start(start, len(found.page.ids))
-        return msgspec.structs.replace(found.page, start=start, next=last, scan=scan)
+        trends = self._trends(run_id)
+        scan = self._library.watches[trends.page.run].progress
+        last = next_start(start, len(trends.page.ids))
+        return msgspec.structs.replace(trends.page, start=start, next=last, scan=scan)
 
     def bins(self, run_id: str, low: int, high: int) -> TrendBins:
         """Returns the phases and ranks of the saves between two steps, in bins.
@@ -210,13 +209,13 @@ class TrendTables:
         Raises:
             NotFound: there is no such run.
         """
-        found = self._trends(run_id)
-        if (bins := found.bins.get((low, high))) is None:
-            page, reduced = found.page, found.reduced
+        trends = self._trends(run_id)
+        if (bins := trends.bins.get((low, high))) is None:
+            page, reduced = trends.page, trends.reduced
             shown = [n for n, step in enumerate(page.step) if low <= step <= high and reduced[n] is not None]
             ids, steps = [page.ids[n] for n in shown], [page.step[n] for n in shown]
             bins = trend_bins(ids, steps, [one for n in shown if (one := reduced[n]) is not None])
-            found.bins = {(low, high): bins}  # the last view alone is kept
+            trends.bins = {(low, high): bins}  # the last view alone is kept
         return bins
 
     def _trends(self, run_id: str) -> RunTrends:
@@ -225,11 +224,11 @@ class TrendTables:
 
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
-    found = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
-    found.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
-    infos = [info for _, info in found]
+    complete = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
+    complete.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
+    infos = [info for _, info in complete]
     reduced = [library.reduced_timings(run, info) for info in infos]
-    ids = [checkpoint_id for checkpoint_id, _ in found]
+    ids = [checkpoint_id for checkpoint_id, _ in complete]
     step = [info.step or 0 for info in infos]
     timed = [(ids[n], step[n], one) for n, one in enumerate(reduced) if one is not None]
     hosts = offenders(timed)

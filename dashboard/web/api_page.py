@@ -25,11 +25,11 @@ class Parameter(msgspec.Struct, frozen=True):
 
     name: str
     place: str
-    """path or query."""
+    """Where it stands: path or query."""
     type: str
     required: bool
     default: str | None
-    """As JSON; None if it has none."""
+    """The default as JSON; None if it has none."""
     text: str
 
 
@@ -49,11 +49,13 @@ class ApiPage(msgspec.Struct, frozen=True):
     endpoints: list[Endpoint]
 
 
-@router.get("/api", "api.html")
 def get_api(request: Request) -> ApiPage:
     """All addresses of the API."""
     paths: dict[str, Any] = request.app.openapi()["paths"]
     return ApiPage([_endpoint(path, methods["get"]) for path, methods in sorted(paths.items())])
+
+
+router.get("/api", get_api, "api.html")
 
 
 def _endpoint(path: str, about: dict[str, Any]) -> Endpoint:

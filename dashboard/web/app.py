@@ -42,6 +42,8 @@ from .security import LOOPBACK_HOSTS, RequestGuard
 
 ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes, api_page))
 """The addresses of all rooms."""
+_TITLES = {404: "Not found", 422: "The address of this page is not valid"}
+"""What the pages of errors are called."""
 
 
 def create_app(
@@ -71,13 +73,11 @@ def create_app(
     app = FastAPI(
         title="treeckpt", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json", lifespan=_lifespan
     )
-    app.state.library = Library(runs, cache=Cache(cache), policies=policies)
-    app.state.comparisons = Comparisons(app.state.library)
-    app.state.verify_jobs = VerifyJobs(app.state.library)
-    app.state.changes = ChangeJobs(app.state.library)
+    library = app.state.library = Library(runs, cache=Cache(cache), policies=policies)
+    jobs = app.state.verify_jobs = VerifyJobs(library)
+    services = (library, jobs, ChangeJobs(library), Comparisons(library), SaveRates(), TrendTables(library))
+    app.state.services = {type(one): one for one in services}
     app.state.boot = secrets.token_hex(8)
-    app.state.save_rates = SaveRates()
-    app.state.trends = TrendTables(app.state.library)
     app.state.templates = templates()
     for room in ROOMS:  # the routes themselves: `include_router` makes each anew for every application
         app.router.routes += [*room.api.routes, *room.pages.routes]
@@ -112,16 +112,11 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    app.state.verify_jobs.close()
-    app.state.changes.close()
-    app.state.library.close()
+    for kind in (VerifyJobs, ChangeJobs, Library):
+        app.state.services[kind].close()
 
 
 # errors as answers ----------------------------------------------------------------------------------------------------
-
-
-_TITLES = {404: "Not found", 422: "The address of this page is not valid"}
-"""What the pages of errors are called."""
 
 
 def _error_answer(request: Request, status: int, text: str) -> Response:

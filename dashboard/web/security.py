@@ -47,6 +47,22 @@ POLICY = (
     "base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
 )
 """The content security policy of this page: nothing but the style above."""
+TIMEOUT = 60.0
+"""Seconds after which a request gets status 503 instead of its answer."""
+MAX_REQUESTS = 256
+"""Requests that are answered at a time; further ones get status 503."""
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 
 
 def login_page(*, wrong: bool) -> str:
@@ -64,25 +80,6 @@ def login_page(*, wrong: bool) -> str:
 <form method="get"><label>Token <input name="token" type="password" autocomplete="off" required autofocus></label>
 <button>Open</button></form></main></body></html>
 """
-
-
-TIMEOUT = 60.0
-"""Seconds after which a request gets status 503 instead of its answer."""
-MAX_REQUESTS = 256
-"""Requests that are answered at a time; further ones get status 503."""
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-        "base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 
 
 def host_name(header: str) -> tuple[str, str]:

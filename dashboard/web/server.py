@@ -38,6 +38,10 @@ HEAD_SECONDS = 10.0
 READ_SECONDS = 60.0
 """Seconds in which a client has to read some more of its answer."""
 MAX_WAITING = 256
+MIN_TOKEN = 12
+"""Characters of a token."""
+MAX_HEAD = 32 << 10
+"""Bytes of the request line and headers of a request."""
 
 
 class _TimedConnection(H11Protocol):
@@ -111,12 +115,6 @@ def protocol_of(head_seconds: float) -> type[asyncio.Protocol]:
     """Returns the class of the connections of one server."""
     members: dict[str, Any] = {"head_seconds": head_seconds, "waiting": {}}
     return type("TimedConnection", (_TimedConnection,), members)
-
-
-MIN_TOKEN = 12
-"""Characters of a token."""
-MAX_HEAD = 32 << 10
-"""Bytes of the request line and headers of a request."""
 
 
 class ServeError(Exception):

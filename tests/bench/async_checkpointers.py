@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_asyn
 
 import treeckpt
 from tests.bench.checkpointers import torch_checkpointing_manager
-from treeckpt._bench.checkpointers import is_installed
-from treeckpt._bench.meter import sync_files
+from treeckpt._bench.checkpointers import is_installed, sync_files
 from treeckpt._bench.states import State
 
 

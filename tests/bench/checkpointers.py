@@ -20,8 +20,8 @@ from treeckpt._bench.checkpointers import (
     SyncTorchSave,
     SyncTreeckpt,
     is_installed,
+    sync_files,
 )
-from treeckpt._bench.meter import sync_files
 from treeckpt._bench.states import State
 
 

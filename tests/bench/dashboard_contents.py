@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt._bench.raw_limits import RawLimits
+from treeckpt._bench.measure import RawLimits
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.open import open_store
 from treeckpt._loading.verify import LeafMoments, verify_checkpoint

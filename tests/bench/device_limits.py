@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.bench.states import SpeedTask, synchronize
-from treeckpt._bench.measure import Measurement
-from treeckpt._bench.raw_limits import LARGEST, MIN_RATED_NBYTES
+from treeckpt._bench.measure import LARGEST, MIN_RATED_NBYTES, Measurement
 from treeckpt._bench.results import Limit
 from treeckpt._bench.states import shapes_bytes
 

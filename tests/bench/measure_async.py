@@ -23,8 +23,7 @@ from tests.bench.device_limits import DeviceLimits
 from tests.bench.ranks import do_task
 from tests.bench.results import AsyncTrial
 from tests.bench.states import SpeedTask, synchronize
-from treeckpt._bench.meter import release_memory
-from treeckpt._bench.raw_limits import MIN_RATED_NBYTES, RawLimits
+from treeckpt._bench.measure import MIN_RATED_NBYTES, RawLimits, release_memory
 from treeckpt._bench.states import make_state, shapes_bytes
 
 TICK = 0.001

@@ -34,8 +34,7 @@ from tests.bench.results import (
 )
 from tests.bench.states import SpeedTask
 from treeckpt._bench.checkpointers import is_installed
-from treeckpt._bench.measure import Difference, measure_work
-from treeckpt._bench.meter import pretouch_memory, release_memory
+from treeckpt._bench.measure import Difference, measure_work, pretouch_memory, release_memory
 from treeckpt._bench.results import BenchError
 from treeckpt._bench.states import State, different_leaf, make_state, shapes_bytes
 from treeckpt._report.terminal import print_line

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.bench.checkpointers import SyncOneRank, rank_checkpointers
 from tests.bench.results import RankTrial
 from tests.bench.states import SpeedTask, locals_of, make_cut_state
-from treeckpt._bench.checkpointers import SyncCheckpointer
-from treeckpt._bench.measure import Difference, Measurement, measure_work, new_nbytes
-from treeckpt._bench.meter import files_of, pretouch_memory
+from treeckpt._bench.checkpointers import SyncCheckpointer, files_of
+from treeckpt._bench.measure import Difference, Measurement, measure_work, new_nbytes, pretouch_memory
 from treeckpt._bench.results import LIMITS, BenchError
 from treeckpt._bench.states import State, different_leaf, shapes_bytes
 from treeckpt.demo.fork_ranks import fork_ranks

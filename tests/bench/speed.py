@@ -39,10 +39,8 @@ from tests.bench.states import SCENARIOS, SpeedTask
 from tests.bench.tables import run_table
 from tests.bench.targets import BenchTarget, compare_async_with_targets, compare_with_targets
 from treeckpt._bench import Report, add_options, check_space, run_in_directory, sizes, write_report
-from treeckpt._bench.machine import describe_machine
 from treeckpt._bench.measure import run_alone, run_turns
-from treeckpt._bench.results import BenchError, Trial, summarize
-from treeckpt._bench.show import print_rows, trials_line
+from treeckpt._bench.results import BenchError, Trial, describe_machine, print_rows, summarize, trials_line
 from treeckpt._bench.states import make_state, shapes_bytes
 from treeckpt._report.terminal import fail, print_line
 

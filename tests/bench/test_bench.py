@@ -16,9 +16,9 @@ from tests.bench.targets import FAR, NEAR, compare_async_with_targets, compare_w
 from tests.helpers.background import until
 from tests.helpers.bench_trials import trial
 from treeckpt import _bench
-from treeckpt._bench import measure, raw_limits, states
-from treeckpt._bench.checkpointers import SyncCheckpointer
-from treeckpt._bench.meter import Meter, cached_fraction, drop_cache, fill_cache, sync_files
+from treeckpt._bench import measure, states
+from treeckpt._bench.checkpointers import SyncCheckpointer, sync_files
+from treeckpt._bench.measure import Meter, cached_fraction, drop_cache, fill_cache
 from treeckpt._bench.results import LIMITS, BenchError, Limit, Trial, summarize
 from treeckpt._bench.states import BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt._cli.main import main as command_line
@@ -321,7 +321,7 @@ def test_the_page_cache_can_be_filled_and_dropped(tmp_path):
 
 
 def test_raw_limits_are_measured_and_leave_no_file(tmp_path):
-    limits = raw_limits.RawLimits(tmp_path / "raw.bin", 0)
+    limits = measure.RawLimits(tmp_path / "raw.bin", 0)
     assert all(limits.measure(name) > 0 for name in get_args(Limit))
     assert (tmp_path / "raw.bin").read_bytes()[:8] == bytes(8)
     limits.remove()

@@ -102,12 +102,12 @@ def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
     lines, bands, cells = wide.evaluate(
         """async () => {
             const base = document.body.dataset.base + "static";
-            const { imageOf, pooled } = await import(`${base}/heat.js`);
+            const { matrixImage, pooled } = await import(`${base}/heat_grid.js`);
             const { bandsOf, edgesOf, orderOf } = await import(`${base}/waterfall_layout.js`);
             let cells = 0;
             const column = (c) => Array.from({ length: 4096 }, (_, r) => (r * 500 + c) % 97);
             const columns = Array.from({ length: 500 }, (_, c) => column(c));
-            const sheet = imageOf(pooled(columns, 460), (n) => { cells += 1; return n / 97; });
+            const sheet = matrixImage(pooled(columns, 460), (n) => { cells += 1; return n / 97; });
             const ranks = Array.from({ length: 16384 }, (_, n) => n), n = ranks.length * 12;
             const data = {
                 ranks, counts: ranks.map(() => 12), busy: ranks.map((r) => r % 97), lane: new Array(n).fill(1),

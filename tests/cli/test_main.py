@@ -23,8 +23,8 @@ from tests.crash.disks import fill, small_disk
 from tests.helpers.corruption import flip
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt._cli.command import EXIT_CODES
-from treeckpt._cli.listing import LEFT_OUT_FIRST
 from treeckpt._cli.main import main, new_parser
+from treeckpt._cli.runs import LEFT_OUT_FIRST
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._runs.verification import VerificationStore, this_user
 from treeckpt_dashboard.web.server import _announce

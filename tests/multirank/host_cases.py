@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 import treeckpt as tc
 from tests.helpers.far_s3 import FarS3
-from treeckpt._bench.meter import Meter, cached_fraction, drop_cache
+from treeckpt._bench.measure import Meter, cached_fraction, drop_cache
 from treeckpt._io.comm.comm import default_comm
 
 from .layouts import difference, distribute, mesh_of, seeded

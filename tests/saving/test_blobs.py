@@ -20,7 +20,7 @@ import treeckpt as tc
 from tests.helpers.second_reader import read
 from tests.helpers.world import errors_of, on_ranks, reseal
 from treeckpt._arrays.registry import MAX_VALUE_NBYTES
-from treeckpt._bench.meter import opened
+from treeckpt._bench.checkpointers import opened
 from treeckpt._cli.main import main
 from treeckpt._loading.compare import value_changes
 from treeckpt.convert import convert

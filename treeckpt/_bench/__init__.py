@@ -20,9 +20,7 @@ from typing import TextIO
 import msgspec
 
 from .._report.terminal import fail, print_line
-from .machine import Machine, describe_machine
-from .results import BenchError, Trial, TrialSummary, summarize
-from .show import print_rows, trials_line
+from .results import BenchError, Machine, Trial, TrialSummary, describe_machine, print_rows, summarize, trials_line
 
 __all__ = ["Report", "main"]
 
@@ -158,7 +156,7 @@ def check_space(directory: Path, nbytes: int) -> None:
     Raises:
         OSError: there is less free space.
     """
-    from .raw_limits import LARGEST
+    from .measure import LARGEST
 
     needed = 2 * nbytes + LARGEST + MARGIN
     free = shutil.disk_usage(directory).free

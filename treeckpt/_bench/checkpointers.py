@@ -6,8 +6,11 @@ Each is called as its own documentation shows, with the fastest of its documente
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import treeckpt
 
-from .meter import sync_files
 from .states import State
 
 
@@ -27,7 +29,7 @@ class SyncCheckpointer:
 
     name: str
     kinds: tuple[str, ...] = ("save", "load", "fill")
-    """Of "save", "load", "fill" and "first": what is measured; "save" always."""
+    """What is measured, of "save", "load", "fill" and "first"; "save" always."""
 
     def prepare(self, state: State) -> Any:
         """Returns what `save` gets, in the arrays of the library; before the clock starts."""
@@ -134,6 +136,28 @@ class SyncSafetensors(SyncCheckpointer):
     def load_into(self, directory: Path, state: State) -> None:
         for name, tensor in self.load(directory, state).items():
             state[name].copy_(tensor)
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files below a directory."""
+    return [path for path in sorted(directory.rglob("*")) if path.is_file()]
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Opens a file, or a directory, and closes it at the end."""
+    fd = os.open(path, flags, 0o644)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def sync_files(directory: Path) -> None:
+    """Makes files durable, and the names of files."""
+    for path in [*files_of(directory), *(p for p in directory.rglob("*") if p.is_dir()), directory]:
+        with opened(path) as fd:
+            os.fsync(fd)
 
 
 def is_installed(module: str) -> bool:

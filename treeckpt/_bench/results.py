@@ -1,4 +1,4 @@
-"""Trials of the benchmark, and their medians and ranges. Pure: no clock, no disk, no torch.
+"""Trials of the benchmark, their medians and ranges, the machine that they ran on, and the tables that are printed.
 
 A trial is one operation (a phase) of one contender in one repetition, with the raw limits that were measured right
 before it. Its rate is compared with those limits only, never with those of another moment.
@@ -6,11 +6,17 @@ before it. Its rate is compared with those limits only, never with those of anot
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Literal
 
 import msgspec
+
+from .._io.process import usable_cpus
+from .._report.terminal import print_line, print_table
 
 Limit = Literal["W", "R", "R_fresh", "C", "plain", "plain_fresh", "W_huge", "R_huge"]
 
@@ -29,6 +35,19 @@ LIMITS: dict[str, Limit] = {
 `fill` compares each block as it is put in place); cold is from the device, warm from the page cache."""
 HUGE: dict[str, Limit] = {"W": "W_huge", "R": "R_huge"}
 """What the device takes or gives where huge pages are used; reported beside a limit."""
+PACKAGES = (
+    "treeckpt",
+    "torch",
+    "numpy",
+    "safetensors",
+    "obstore",
+    "s3fs",
+    "s3torchconnector",
+    "orbax-checkpoint",
+    "jax",
+    "torch_checkpointing",
+)
+MIB = 1 << 20
 
 
 class BenchError(Exception):
@@ -45,7 +64,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Until it is durable, or until every page of what was loaded is in memory; of the slowest rank."""
     summed: float
-    """Of a load: until the processor has also added up every byte. Of a save: the same as `seconds`."""
+    """Until the processor has also added up every byte that was loaded; of a save the same as `seconds`."""
     nbytes: int
     """Unique bytes of what was saved, or requested by all ranks together."""
     limit: str
@@ -147,3 +166,74 @@ def _row(trials: Sequence[Trial]) -> TrialSummary:
         files_bytes=round(median(trial.files_bytes for trial in trials)),
         cached=median(trial.cached for trial in trials),
     )
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The facts about a machine that figures depend on."""
+
+    cpus: int
+    memory: int
+    """Bytes."""
+    system: str
+    python: str
+    packages: dict[str, str]
+    """The versions of the installed packages."""
+
+
+def describe_machine() -> Machine:
+    """Describes this machine."""
+    packages: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return Machine(
+        cpus=usable_cpus(),
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        packages=packages,
+    )
+
+
+def print_rows(text: str, rows: Sequence[TrialSummary]) -> None:
+    """Prints the rows of one scenario, a group for each phase."""
+    print_line("")
+    print_line(text, "bold")
+    columns = ("phase", "contender", "s", "range", "GB/s", "of limit", "range ", "limit", "memory", "read", "written")
+    cells: list[tuple[str, ...]] = []
+    previous = ""
+    for row in rows:
+        cells.append((row.phase if row.phase != previous else "", *_cells(row)))
+        previous = row.phase
+    print_table(columns, cells, right=("s", "range", "GB/s", "of limit", "range ", "memory", "read", "written"))
+
+
+def _cells(row: TrialSummary) -> tuple[str, ...]:
+    return (
+        row.contender,
+        f"{row.seconds:.3f}",
+        f"{row.fastest:.3f}-{row.slowest:.3f}",
+        f"{row.rate / 1e9:.2f}" if row.limit_rate else "",
+        f"{row.ratio:.2f}" if row.ratio is not None else "",
+        f"{row.ratio_low:.2f}-{row.ratio_high:.2f}" if row.ratio_low is not None else "",
+        _limit(row),
+        f"+{row.extra_rss / MIB:.0f} MiB",
+        f"{row.read_bytes / row.nbytes:.2f}x",
+        f"{row.write_bytes / row.nbytes:.2f}x",
+    )
+
+
+def _limit(row: TrialSummary) -> str:
+    if row.limit_rate is None:
+        return ""
+    huge = f", {row.huge_rate / 1e9:.2f} in huge pages" if row.huge_rate is not None else ""
+    return f"{row.limit} {row.limit_rate / 1e9:.2f}{huge}"
+
+
+def trials_line(trials: Sequence[Trial], repetitions: int) -> str:
+    """Returns what a turn took, as one line of progress."""
+    first = trials[0]
+    parts = ", ".join(f"{trial.phase} {trial.seconds:.3f} s" for trial in trials)
+    return f"{first.scenario} {first.repetition + 1}/{repetitions} {first.contender}: {parts}"

@@ -85,7 +85,7 @@ class BenchTask(msgspec.Struct, frozen=True):
     """The measurement of one scenario."""
 
     name: str
-    """Of the scenario."""
+    """The name of the scenario."""
     directory: str
     scale: float
     repetitions: int

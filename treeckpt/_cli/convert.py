@@ -1,4 +1,4 @@
-"""The command `convert`: converts a checkpoint to another format. Under torchrun the ranks share the work."""
+"""The commands that write files of other formats: `convert`, `report` (one HTML page) and `trace` (for Perfetto)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from .._core.text import bytes_text, count_text, seconds_text
+from .._inspect.perfetto import encode_trace
+from .._inspect.timing_report import TimingReport
 from .._io.comm.waiting import log_if_slow
+from .._report import replace_file, report
 from .._report.terminal import print_json, print_line
+from .._runs import catalog
 from .._runs.progress_bar import counting_bar
 from .command import Commands, progress_of
 
@@ -19,8 +24,8 @@ SHOWN_FINDINGS = 12
 """How many findings of each kind are printed, at most."""
 
 
-def add_convert(commands: Commands) -> None:
-    """Adds `convert`."""
+def add_commands(commands: Commands) -> None:
+    """Adds `convert`, `report` and `trace`."""
     parser = commands.add(
         "convert",
         _convert,
@@ -40,6 +45,37 @@ def add_convert(commands: Commands) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or a treeckpt checkpoint")
     parser.add_argument("--step", type=int, help="of training, to be kept in a treeckpt checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be lost, and what changes its form")
+    page = commands.add("report", _report, "write one HTML page of a checkpoint or a run", progress=True)
+    page.add_argument("path", metavar="CKPT_OR_RUN")
+    page.add_argument("--html", required=True, metavar="FILE", help="where to; an existing file is replaced")
+    trace = commands.add("trace", _trace, "write the time of a save as a trace for Perfetto", progress=True)
+    trace.add_argument("checkpoint", metavar="CKPT")
+    trace.add_argument("--out", required=True, metavar="FILE", help="where to; an existing file is replaced")
+
+
+def _report(options: argparse.Namespace) -> int:
+    with counting_bar(f"reading {options.path}", shown=progress_of(options)) as count:
+        text = report(options.path, options.html, on_read=count)
+    if options.json:
+        print_json({"file": options.html, "nbytes": len(text.encode())})
+        return 0
+    print_line(f"{options.html}: {bytes_text(len(text.encode()))}, needs nothing else to be read")
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    with counting_bar("writing the spans of ranks", shown=progress_of(options)) as count:
+        timings = catalog.read_timings(options.checkpoint)
+        replace_file(Path(options.out), encode_trace(timings, on_rank=count))
+        study = TimingReport(timings)
+        about = {"late_call": study.late_call or None, "clocks": study.clocks or None}
+    if options.json:
+        print_json({"file": options.out, "spans": len(timings.spans), **about})
+        return 0
+    print_line(f"{options.out}: {count_text(len(timings.spans), 'span')}; open it at https://ui.perfetto.dev")
+    for text in filter(None, about.values()):
+        print_line(text)
+    return 0
 
 
 def _convert(options: argparse.Namespace) -> int:

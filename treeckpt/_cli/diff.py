@@ -42,27 +42,31 @@ def _diff(options: argparse.Namespace) -> int:
         opened(counted(open_store(options.first))) as a,
         opened(counted(open_store(options.second))) as b,
     ):
-        found = diff(a.index, b.index)
+        differences = diff(a.index, b.index)
         values = None
         if options.values:
             # what the checksums do not show to be equal is read, of both
-            counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, found, exact=False)))
-            values = sorted(value_changes(a, b, found), key=_rank)
+            counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, differences, exact=False)))
+            values = sorted(value_changes(a, b, differences), key=_rank)
     if options.json:
-        compared: dict[str, object] = {"changes": found.changes, "same": found.same, "also": found.also}
+        compared: dict[str, object] = {
+            "changes": differences.changes,
+            "same": differences.same,
+            "also": differences.also,
+        }
         if values is not None:
             compared |= {"values": [_json_of(change) for change in values], "equal_by": "recorded checksums"}
         print_json(compared)
         return 0
-    rows = _diff_rows(found) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
+    rows = _diff_rows(differences) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
     print_table(("what", "path", "before", "after"), rows) if rows else None
     counts = Counter(row[0] for row in rows)
-    changed = {change.path for change in found.changes}
-    alike = found.same - sum(v.path not in changed for v in values or ())
+    changed = {change.path for change in differences.changes}
+    alike = differences.same - sum(v.path not in changed for v in values or ())
     parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{count_text(alike, 'leaf', 'leaves')} alike"]
     print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
-    if found.also:
-        print_line(f"beside the leaves these differ: {', '.join(found.also)}", "yellow")
+    if differences.also:
+        print_line(f"beside the leaves these differ: {', '.join(differences.also)}", "yellow")
     return 0
 
 

@@ -186,7 +186,7 @@ class StatisticsRow(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     low: float | None
-    """In JSON text for an integer beyond 2**53, as `high`."""
+    """The smallest value; in JSON a text for an integer beyond 2**53, as `high`."""
     high: float | None
 
 
@@ -195,13 +195,13 @@ def _statistics(checkpoint: str) -> list[StatisticsRow]:
     index, cache = _api.inspect(checkpoint), cache_directory()
     if cache is None:
         raise OSError(f"the statistics could not be kept: {NO_CACHE}")
-    found = StatisticsStore(cache).find(open_store(checkpoint).place, index.save_id)
-    if found is None:
+    statistics = StatisticsStore(cache).find(open_store(checkpoint).place, index.save_id)
+    if statistics is None:
         raise OSError(f"the statistics could not be written to {cache}; name another directory in TREECKPT_CACHE")
     rows: list[StatisticsRow] = []
-    for at in found.ranking.order.tolist():
-        one, path = found.row(at), index.entries[int(found.columns["leaf"][at])].path
-        reason = reason_of(found.ranking, at, one.nan, one.infinite)
+    for at in statistics.ranking.order.tolist():
+        one, path = statistics.row(at), index.entries[int(statistics.columns["leaf"][at])].path
+        reason = reason_of(statistics.ranking, at, one.nan, one.infinite)
         numbers = (one.norm, one.mean, one.deviation, one.low, one.high) if one.finite else (None,) * 5
         rows.append(StatisticsRow(path, reason, one.count, one.nan, one.infinite, *numbers))
     return rows

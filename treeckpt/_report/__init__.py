@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .._io.os_errors import write_errors_wrapped
 from .._runs.catalog import OnRead, is_checkpoint
-from .output_file import replace_file
 
 __all__ = ["report"]
 
@@ -42,3 +42,19 @@ def report(
     if html is not None:
         replace_file(Path(html), text.encode())
     return text
+
+
+def replace_file(target: Path, data: bytes) -> None:
+    """Writes a file beside the target, and puts it in its place when it is whole.
+
+    Raises:
+        CheckpointError: it cannot be written; the target is as it was.
+    """
+    part = target.with_name(f".{target.name}.part")
+    with write_errors_wrapped(str(target)):
+        try:
+            part.write_bytes(data)
+            part.replace(target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise

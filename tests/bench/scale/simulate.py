@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from treeckpt._arrays.describe import json_digest
-from treeckpt._bench.meter import Meter
+from treeckpt._bench.measure import Meter
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._core.format.records import Index
 from treeckpt._core.format.shard_header import shard_name

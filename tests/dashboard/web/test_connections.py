@@ -20,7 +20,7 @@ _PROGRAM = """
 import sys
 from treeckpt_dashboard.web import server
 from treeckpt_dashboard.web.server import serve
-connections.READ_SECONDS = 1.0
+server.READ_SECONDS = 1.0
 serve([sys.argv[1]], port=0, token=sys.argv[2], cache=sys.argv[3], head_seconds=float(sys.argv[4]),
       started=lambda address: print("up", address, flush=True))
 """

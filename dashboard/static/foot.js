@@ -1,5 +1,5 @@
 // @ts-check
-/** What is taken away from a page: its link, and its pictures as PNG. */
+/** The foot of every page: the help about its keys, which `?` opens, and what is taken away: its link, its pictures. */
 import { copy, find, make } from "./dom.js";
 
 /** The title of the part of the page that an element is in. @param {Element} element */
@@ -40,3 +40,20 @@ for (const part of document.querySelectorAll(".drawing, .chart")) {
 const link = find("#copy-link");
 link.hidden = false;
 link.addEventListener("click", () => copy(link, location.href));
+
+const dialog = /** @type {HTMLDialogElement} */ (find("#keys"));
+const help = find("#show-keys");
+
+/** Whether keys are text for the element that has the focus. @param {EventTarget | null} target */
+const typing = (target) => target instanceof Element && target.matches("input, select, textarea");
+
+help.hidden = false;
+help.addEventListener("click", () => dialog.showModal());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "?" || typing(event.target) || dialog.open) return;
+  event.preventDefault();
+  dialog.showModal();
+});
+dialog.addEventListener("click", (event) => {
+  if (event.target === dialog) dialog.close(); // the backdrop
+});

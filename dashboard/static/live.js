@@ -1,20 +1,21 @@
 // @ts-check
 /**
- * Keeps a page of runs or of saves up to date. It requests the page every two seconds while the person follows it or a
- * save is in progress, twice a second while a run is read for the first time, never while the page is hidden. Where all
- * saves have stalled it asks once a minute, and stops following after STALLED_POLLS of these. It replaces the parts
- * that are marked `data-live`; these come from the server's page, parsed as a document: no text becomes HTML here.
+ * Keeps a page that changes up to date: of runs, of saves, of work that the server does. It requests the page every two
+ * seconds while the person follows it or a save is in progress, twice a second while a run is read for the first time
+ * or while what is marked `data-soon` is busy, never while the page is hidden. Where all saves have stalled it asks
+ * once a minute, and stops following after STALLED_POLLS of these. It replaces the parts that are marked `data-live`;
+ * these come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
-import "./ago.js";
-import { find, reason, remember } from "./dom.js";
+import { reason, remember } from "./dom.js";
 
 const PAUSE = 2000;
-const LOADING_PAUSE = 500;
+const SOON = 500;
 const STALLED_PAUSE = 60_000;
 const STALLED_POLLS = 10;
-const button = /** @type {HTMLButtonElement} */ (find("#follow"));
-const news = find("#news");
+/** Where a page can be followed, the button that begins and ends that. @type {HTMLButtonElement | null} */
+const button = document.querySelector("#follow");
+const news = document.querySelector("#news");
 /** Milliseconds without a key after which the list is filtered. */
 const TYPING_PAUSE = 120;
 let tag = "";
@@ -24,18 +25,26 @@ let failed = false;
 let stalledPolls = 0;
 
 const query = new URLSearchParams(location.search);
-let following = query.get("follow") !== "0" && !query.has("start") && !query.has("cursor");
-button.hidden = false;
+let following = button !== null && query.get("follow") !== "0" && !query.has("start") && !query.has("cursor");
 
-const loading = () => document.querySelector(".scanning progress") !== null;
-const stalled = () => document.querySelector('[data-live][data-stalled="1"]') !== null;
-const busy = () => document.querySelector('[data-live][data-busy="1"]') !== null;
+const has = (/** @type {string} */ selector) => document.querySelector(selector) !== null;
+const loading = () => has(".scanning progress");
+const stalled = () => has('[data-live][data-stalled="1"]');
+const busy = () => has('[data-live][data-busy="1"]');
+const soon = () => loading() || has('[data-soon][data-busy="1"]');
 
-function showButton() {
-  button.setAttribute("aria-pressed", String(following));
+/** @param {string} text */
+function tell(text) {
+  if (news) news.textContent = text;
+  else if (text) document.title = text;
 }
 
-button.addEventListener("click", () => {
+function showButton() {
+  button?.toggleAttribute("hidden", false);
+  button?.setAttribute("aria-pressed", String(following));
+}
+
+button?.addEventListener("click", () => {
   following = !following;
   remember({ follow: following ? null : "0" });
   showButton();
@@ -54,7 +63,8 @@ const rows = (root) =>
 /** @param {Document} page @param {boolean} other whether the page is another one than the one that is shown */
 function take(page, other) {
   const before = loading() || other ? new Map() : rows(document);
-  const focused = document.activeElement?.getAttribute("href");
+  const focused = /** @type {HTMLElement | null} */ (document.activeElement);
+  const same = ["href", "name"].filter((attribute) => focused?.hasAttribute(attribute));
   for (const old of document.querySelectorAll("[data-live]")) {
     const now = page.getElementById(old.id);
     if (!now || now.isEqualNode(old)) continue;
@@ -68,11 +78,11 @@ function take(page, other) {
   const fresh = [...rows(document)].filter(([id]) => !before.has(id));
   if (before.size) for (const [, row] of fresh) row.classList.add("fresh");
   if (before.size && fresh.length)
-    news.textContent =
-      fresh.length === 1 ? `New: ${fresh[0][1].querySelector("a")?.textContent}` : `${fresh.length} new`;
-  if (focused && document.activeElement === document.body) {
-    const links = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("main a"));
-    [...links].find((a) => a.getAttribute("href") === focused)?.focus();
+    tell(fresh.length === 1 ? `New: ${fresh[0][1].querySelector("a")?.textContent}` : `${fresh.length} new`);
+  if (focused && same.length && document.activeElement === document.body) {
+    // what had the focus is gone: what leads to the same, or is called so
+    const others = /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("main a, main button"));
+    [...others].find((other) => same.every((name) => other.getAttribute(name) === focused.getAttribute(name)))?.focus();
   }
 }
 
@@ -82,7 +92,7 @@ async function ask() {
   const response = await fetch(asked, { headers, cache: "no-store" });
   if (failed) {
     failed = false;
-    news.textContent = "";
+    tell("");
   }
   if (response.status === 304) return;
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
@@ -98,18 +108,18 @@ const refresh = () =>
   ask()
     .catch((error) => {
       failed = true;
-      news.textContent = `No news: ${reason(error)}`;
+      tell(`No news: ${reason(error)}`);
     })
     .finally(() => plan());
 
 /** @param {number} [pause] */
-function plan(pause = loading() ? LOADING_PAUSE : stalled() ? STALLED_PAUSE : PAUSE) {
+function plan(pause = soon() ? SOON : stalled() ? STALLED_PAUSE : PAUSE) {
   clearTimeout(timer);
   stalledPolls = stalled() ? stalledPolls + 1 : 0;
   if (following && stalledPolls > STALLED_POLLS) {
     following = false;
     stalledPolls = 0;
-    news.textContent = "No longer followed: nothing new for ten minutes.";
+    tell("No longer followed: nothing new for ten minutes.");
     showButton();
   }
   if (document.hidden || !(following || busy())) return;
@@ -127,6 +137,30 @@ if (filter instanceof HTMLInputElement) {
     }, TYPING_PAUSE);
   });
 }
+
+/** The units of "3 min ago", in the words of the server. */
+const UNITS = /** @type {const} */ ([
+  [86_400, "day"],
+  [3600, "h"],
+  [60, "min"],
+]);
+
+/** @param {number} seconds */
+function agoText(seconds) {
+  for (const [unit, name] of UNITS) {
+    const count = Math.floor(seconds / unit);
+    if (count >= 1) return `${count.toLocaleString("en")} ${name}${name === "day" && count > 1 ? "s" : ""} ago`;
+  }
+  return "just now";
+}
+
+setInterval(() => {
+  for (const time of document.querySelectorAll("time[data-ago]")) {
+    const at = Date.parse(time.getAttribute("datetime") ?? "");
+    const text = Number.isNaN(at) ? time.textContent : agoText((Date.now() - at) / 1000);
+    if (time.textContent !== text) time.textContent = text;
+  }
+}, 20_000);
 
 document.addEventListener("visibilitychange", () => plan(0));
 showButton();
