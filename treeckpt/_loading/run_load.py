@@ -25,7 +25,7 @@ from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, Replaced
 from .._io.storage.far_store import for_reading
 from .._io.storage.metadata_files import KnownIndex, OnShardsRead, read_sidecar
-from .._io.storage.open import following, local_directory, open_store
+from .._io.storage.open import following, is_path_or_store, local_directory, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
@@ -123,7 +123,7 @@ def on_versions(
 
 def _bank_of(path: Any) -> Bank | None:
     """Does what `as_bank` does; the usual paths are told apart before."""
-    return None if isinstance(path, (str, os.PathLike, Store, Checkpoint)) else as_bank(path)
+    return None if is_path_or_store(path) or isinstance(path, Checkpoint) else as_bank(path)
 
 
 def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
