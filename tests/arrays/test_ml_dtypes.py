@@ -17,7 +17,7 @@ from tests.helpers.thread_transport import ThreadTransport
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt._core.sharding.dtypes import dtype_of, numpy_dtype
-from treeckpt._inspect.element_stats import element_texts
+from treeckpt._inspect.numbers import element_texts
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._loading.compare import value_changes
 from treeckpt.trees import _collectives

@@ -13,8 +13,8 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, shards_of
-from treeckpt._core.format.file_names import step_name
-from treeckpt._io.storage import metadata_files
+from treeckpt._core.format.files import step_name
+from treeckpt._io.storage import checkpoint
 
 
 class Job:
@@ -309,8 +309,25 @@ def test_a_first_resume_takes_what_a_save_with_pickles_takes(tmp_path: Path) -> 
 
 def test_each_index_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(tmp_path).train(2)
-    decoded, real = list[str](), metadata_files.decode_index
-    monkeypatch.setattr(metadata_files, "decode_index", lambda data, name: decoded.append(name) or real(data, name))
+    decoded, real = list[str](), checkpoint.decode_index
+    monkeypatch.setattr(checkpoint, "decode_index", lambda data, name: decoded.append(name) or real(data, name))
     report = Job(tmp_path).resume()
     assert report is not None and report.step == 2
     assert len(decoded) == len(set(decoded)) == 2
+
+
+def test_what_is_registered_is_compared_before_a_resume_changes_anything(tmp_path: Path) -> None:
+    """One load fills the training state and the registered objects: one that does not fit leaves all as it was."""
+    saved = Job(tmp_path)
+    saved.manager.register("table", {"rows": torch.zeros(3)})
+    saved.train(1)
+    job = Job(tmp_path)
+    before = {name: value.clone() for name, value in job.model.state_dict().items()}
+    for value in before.values():
+        value += 1
+    job.model.load_state_dict(before)
+    job.manager.register("table", {"rows": torch.zeros(4)})
+    with pytest.raises(tc.MismatchError, match="registered/table/rows: expected shape"):
+        job.resume()
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
+    assert not job.optimizer.state

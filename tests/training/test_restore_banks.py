@@ -14,7 +14,7 @@ from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt._loading.match import LoadOptions
 from treeckpt._loading.run_load import on_versions
-from treeckpt.training._sources import open_source
+from treeckpt.convert._contents import open_source
 
 
 class Net(nn.Module):

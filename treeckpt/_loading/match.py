@@ -15,12 +15,19 @@ import msgspec
 import numpy as np
 
 from .._arrays.base import ArrayTarget
-from .._arrays.blobs import Blob, blob_value
-from .._arrays.registry import abstract_of, check_cast, decode, like_of, target_of
+from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
+from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
 from .._core.format.check_index import FREE_CHUNKS, check_claims
-from .._core.format.chunks import WholeChunk, count_chunks
-from .._core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
-from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
+from .._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    Index,
+    Leaf,
+    PerRankValues,
+    ValueRecord,
+    WholeChunk,
+    count_chunks,
+)
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
@@ -31,9 +38,8 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import empty_container_paths
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.fetching import FETCH_MEMORY
-from .._io.storage.memory import SlabAllocator
-from .._io.storage.page_cache import available_memory
+from .._io.storage.memory import SlabAllocator, available_memory
+from .._io.storage.store import FETCH_MEMORY
 from .._io.timing import Recorder
 from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport

@@ -15,17 +15,16 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from .._arrays.expanded_tree import expand_states, in_parts_if_needed, state_tree
+from .._arrays.registry import in_parts_if_needed
+from .._arrays.stateful import expand_states, state_tree
 from .._core.format.index import INDEX_NAME
 from .._core.format.records import Index
-from .._foreign.foreign_checkpoint import open_checkpoint
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
-from .._io.storage.checkpoint import Checkpoint, Replaced
-from .._io.storage.far_store import for_reading
-from .._io.storage.metadata_files import KnownIndex, OnShardsRead, read_sidecar
-from .._io.storage.open import following, is_path_or_store, local_directory, open_store
+from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
+from .._io.storage.local_store import for_reading
+from .._io.storage.open import following, is_path_or_store, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
@@ -39,6 +38,33 @@ T = TypeVar("T")
 
 TRIES = 20
 """Versions that are tried: a save takes longer than it takes to find out that a version was replaced."""
+
+
+def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
+    """Opens a path, a URL or a store; returns its store, and a function that opens a version of the checkpoint there.
+
+    Files of another program are looked for only where there is no index of ours, and not in a store that is far away,
+    where each look takes a request.
+
+    Raises:
+        StoreError, CheckpointError: as `open_store`.
+    """
+    if isinstance(path, Checkpoint):
+        return path.store, path.reopened
+    store = open_store(path)
+    place = store.traits.local_path
+    if place is not None:
+        is_ours = os.path.exists(place / INDEX_NAME)
+    else:
+        is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+    if not is_ours:
+        from .._foreign.files import foreign_at
+        from .._foreign.foreign_checkpoint import ForeignCheckpoint
+
+        if (found := foreign_at(path)) is not None:
+            return found, partial(ForeignCheckpoint, found)
+    store = for_reading(store)
+    return store, partial(Checkpoint, store)
 
 
 def on_one_version(
@@ -92,7 +118,7 @@ def on_versions(
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
         for each in given:
-            store, opened = _open(each)
+            store, opened = open_checkpoint(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -124,23 +150,6 @@ def on_versions(
 def _bank_of(path: Any) -> Bank | None:
     """Does what `as_bank` does; the usual paths are told apart before."""
     return None if is_path_or_store(path) or isinstance(path, Checkpoint) else as_bank(path)
-
-
-def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Returns the store of a path, and a function that opens a version of the checkpoint there.
-
-    Files of another program are looked for only where there is no index.
-
-    Raises:
-        StoreError, CheckpointError: as `open_checkpoint`.
-    """
-    if isinstance(path, Checkpoint):
-        return path.store, path.reopened
-    place = local_directory(path)
-    if place is not None and os.path.exists(place / INDEX_NAME):
-        store = for_reading(open_store(path))
-        return store, partial(Checkpoint, store)
-    return open_checkpoint(path)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
@@ -286,7 +295,7 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store, version = _open(path)
+    store, version = open_checkpoint(path)
     try:
         yield version()
     except OSError as error:

@@ -21,28 +21,23 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from .._core.format.byte_map import locate_chunks
-from .._core.format.damage import BadBytes, damaged_leaves
+from .._core.format.byte_map import BadBytes, damaged_leaves, locate_chunks
+from .._core.format.files import stored_name
 from .._core.format.index import INDEX_NAME, rebuild
 from .._core.format.records import AliasRecord, File, Index
 from .._core.format.shard_header import ShardHeader, decode_header
-from .._core.format.sidecars import stored_name
 from .._core.format.timings import timings_name
 from .._core.sharding.dtypes import dtype_of
-from .._inspect.moments import Moments, merged, moments_of
+from .._inspect.numbers import Moments, merged, moments_of
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from .._io.os_errors import hint_for, read_failure
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.fetching import FETCH_MEMORY
-from .._io.storage.index_lock import index_state, legible_save_id, replace_index
-from .._io.storage.leftovers import list_leftovers
-from .._io.storage.local_read import too_short
-from .._io.storage.many_files import for_each
+from .._io.storage.checkpoint import Checkpoint, OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
+from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
+from .._io.storage.local_files import too_short
 from .._io.storage.memory import aligned_buffer
-from .._io.storage.metadata_files import OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
 from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, matches, open_shard
-from .._io.storage.store import Store
+from .._io.storage.store import FETCH_MEMORY, Store, for_each
 from .._io.timing import Recorder
 from .._threads import ThreadPool
 from ..errors import CheckpointError, CheckpointExists, StoreError, TreeckptError

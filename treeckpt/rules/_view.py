@@ -16,8 +16,7 @@ from functools import cached_property
 
 import msgspec
 
-from .._core.format.chunks import NoChunks
-from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, ValueRecord
+from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, NoChunks, ValueRecord
 from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
 from .._core.tree.dict_attributes import DictAttributes, metadata_of, renamed_modules
 from .._core.tree.spec import ArraySpec

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import abstract_of, encode
-from .._arrays.stateful import holds_stateful, is_stateful, object_states
-from .._core.tree.containers import FromRank
-from .._core.tree.flatten import PerRank, flatten
+from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
+from .._core.tree.containers import FromRank, PerRank
+from .._core.tree.flatten import flatten
 from .._core.tree.paths import Selection, compile_globs, globs_of
 from .._core.tree.structure import key_text
 from .._io.public_calls import checks_options

@@ -20,8 +20,8 @@ from typing import Any, Unpack
 import torch
 
 from .. import _api
+from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import copy_attributes
-from .._core.tree.flatten import PerRank
 from .._io.comm.comm import Comm, as_comm
 from .._loading.options import Fallback
 from ..errors import MismatchError, TreeError

@@ -28,12 +28,12 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from .._arrays.dtensor import is_dtensor, is_sharded_tensor
-from .._arrays.plain_tensor import dtype_name
 from .._arrays.registry import any_in_parts, new_array, parts_adapter, take_apart
 from .._arrays.stateful import StatePlan, load_code_of, object_states, plan_state
-from .._arrays.torch import torch_dtype
+from .._arrays.torch import dtype_name, torch_dtype
+from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import METADATA
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
+from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, index_path
 from .._core.tree.tensor_parts import check_same_tensors
@@ -85,19 +85,19 @@ class ModuleLoad:
         self.prefix, self.name, self.module, self.root, self.saved = prefix, name, module, root, saved
         self.path = "/".join(("model", *prefix, *([name] if name else [])))
         self.live = live_state_dict(module, self.path)
-        """Its own state dict; after `plan_load` its names alone."""
+        """The state dict of the module; after `plan_load` only its names."""
         self.names = CleanNames(module, ())
         self.state: OrderedDict[str, Any] = OrderedDict()
-        """By the names of its own state dict: new tensors, which are filled before, and values."""
+        """What the module is passed, by the names of its own state dict: new tensors, filled before, and values."""
         self.target: dict[Key, Any] = {}
         """The new tensors by the keys at which they were saved."""
         self.asked: set[str] = set()
         self.values_here: dict[str, Any] = {}
-        """By these names: what the module gives now in the places of saved values."""
+        """What the module gives now in the places of saved values, by the names of its own state dict."""
         self.plans: dict[str, StatePlan] = {}
-        """By these names: values, with the live objects that take the states in them."""
+        """The saved values, with the live objects that take the states in them, by the names of its own state dict."""
         self.values: list[tuple[str, Key]] = []
-        """(name in its own state dict, key) of what is no tensor itself."""
+        """The (name in the own state dict, key) of everything that is no tensor itself."""
         self.casts: dict[str, str] = {}
         """The saved dtype of each tensor that has another one here, by clean name."""
         modules = {raw.rpartition(".")[0]: None for raw in self.live} | dict.fromkeys(self.live_metadata)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .._core.text import count_text
-from .._core.tree.flatten import PerRank
+from .._core.tree.containers import PerRank
 from .._io.comm.comm import Comm
 from .._loading.options import Policies, Policy, policy_of
 from ..errors import MismatchError

@@ -2,9 +2,10 @@
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
 state, per-rank state. Then modules with load code of their own take what was saved of them, and so do modules with an
-extra state, which have their own tensors by then; where one fails, what they changed is put back (`module_loads`). Then
-meta tensors get memory, arrays are filled in place, and the optimizers, loader, schedulers, hooks after
-`load_state_dict` and random number generators follow. Ranks exchange no messages.
+extra state, which have their own tensors by then; where one fails, what they changed is put back. Then meta tensors
+get memory, and one load fills all arrays in place, those of the generators' states and of registered objects too. The
+optimizers, loader, schedulers, hooks after `load_state_dict` and random number generators follow. Ranks exchange no
+messages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
-from .._core.tree.flatten import PerRank, flatten
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
 from .._core.tree.paths import Selection, globs_of
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
@@ -38,6 +40,7 @@ from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
+from ..rules._view import OWN
 from ._capture import LEFT_OUT, optimizer_of
 from ._foreign_states import as_training_state
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
@@ -77,7 +80,6 @@ from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
-    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
@@ -110,7 +112,7 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     scheduler: Any
     loader: Any
     rng: bool | None
-    """None restores them where they were saved."""
+    """Whether generators are restored; None restores them where they were saved."""
     extra: Any
     """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]
@@ -279,9 +281,9 @@ class _Restore:
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
         self.left: set[str] = set()
-        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        """The names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
         self.own_buffers: set[str] = set()
-        """Names of buffers of which every rank has saved its own."""
+        """The names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.loads: list[ModuleLoad] = []
@@ -296,20 +298,20 @@ class _Restore:
         self.loader: Any = None
         self.extra: Any = None
         self.trees: dict[tuple[Any, ...], TreeToFill] = {}
-        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
+        """A given `extra`, and the objects of a manager, by the keys that lead to each in the checkpoint."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
-        """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
+        """The reports of the loads of extra states and values of modules, and of an `extra` that comes back."""
         self.filled_before: list[LoadReport] = []
-        """Of the load of what modules with load code of their own are passed."""
+        """The report of the load of what modules with load code of their own are passed, if there are any."""
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
         self.cleared: list[str] = []
         """State of the optimizers here that the checkpoint has none of."""
         self.reasons: dict[str, str] = {}
-        """By path: why only one side has it, where that is known."""
+        """Why only one side has a path, where that is known."""
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ import msgspec
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .._arrays.expanded_tree import expand_states
 from .._arrays.registry import abstract_of, build_tensor, is_value, new_array, resolve
 from .._arrays.stateful import (
+    expand_states,
     holds_stateful,
     is_disabled_scaler,
     is_optimizer,
@@ -261,7 +261,7 @@ def compare_extra(extra: Any, target: Any, source: RestoreSource, *, rank: int) 
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
     expanded = expand_states(tree, mappings=True, **where)
     if expanded is not None:
-        saved = {"extra": source.abstract("extra")}
+        saved = {"extra": source.part("extra", arrays=False)}
         tree = expanded.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
     _, leaves = flatten(tree, **where)
     sequences = differing_sequences(

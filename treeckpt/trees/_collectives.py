@@ -31,38 +31,29 @@ from .._arrays.describe import (
     box_digests,
     content_digests,
     describe_tree,
+    json_digest,
     piece_digests,
 )
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import build_tensor, decode, library_of, like_of, new_array, resolve
-from .._core.planning.rank_trees import (
-    GlobalTree,
-    Inventory,
-    LeafSpec,
-    RankClass,
-    array_leaves,
-    digest_of,
-    merge_rank_trees,
-    overlapping_pieces,
-)
+from .._arrays.stateful import state_tree
+from .._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, merge_rank_trees
+from .._core.planning.save_plan import ArrayLeaf, array_leaves, assign_writers, overlapping_pieces, writes_of
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs, encode_runs
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from .._core.sharding.region import Region, strides_in
-from .._core.sharding.write_assignment import ArrayLeaf, assign_writers, writes_of
 from .._core.tree.flatten import flatten, replace_leaves, unflatten
 from .._core.tree.spec import ArraySpec
 from .._core.tree.value_codec import Value
 from .._io.comm.collective import ByteGatherer, from_rank, gather_results
 from .._io.comm.comm import check_group, launched_rank, unconnected_error
-from .._saving.messages import (
+from .._saving.agree import (
     BoxDigests,
     RankTree,
     compare_boxes,
     compare_contents,
     conflicting_ranks,
     digest_groups,
-    json_digest,
     merge_inventories,
 )
 from ..errors import LayoutError, MismatchError, RankError, TreeError
@@ -328,7 +319,7 @@ class _Gather:
         self.contents = content_digests(self.described, "sample")
         self.piece_groups = piece_digests(self.described, "sample", world=transport.size)
         contents = json_digest(sorted(self.contents.items()))
-        return _RankDigests(digest_of(self.described.inventory), contents, digest_groups(self.piece_groups))
+        return _RankDigests(json_digest(self.described.inventory), contents, digest_groups(self.piece_groups))
 
     def move(self, merged: GlobalTree, limit: int) -> None:
         """Creates the arrays on the receivers and copies every element there."""

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from .._arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, Storage, TargetPiece
-from .._arrays.expanded_tree import expand_states, state_tree
 from .._arrays.overlaps import conflicting_pair, in_same_memory, is_equal, pieces_in_one_place
 from .._arrays.registry import (
     abstract_of,
@@ -30,6 +29,7 @@ from .._arrays.registry import (
     source_of,
     target_of,
 )
+from .._arrays.stateful import expand_states, state_tree
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, intersect, subtract
 from .._core.tree.flatten import flatten, replace_leaves, update_in_place
