@@ -41,7 +41,7 @@ TRIES = 20
 
 
 def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Opens a path, a URL or a store; returns its store, and a function that opens a version of the checkpoint there.
+    """Returns the store of a path, URL or store, and a function that opens a version of the checkpoint there.
 
     Files of another program are looked for only where there is no index of ours, and not in a store that is far away,
     where each look takes a request.
