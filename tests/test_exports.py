@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import pickle
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
 
 import msgspec
@@ -149,7 +152,7 @@ PUBLIC_MODULES = {
         "VersionTag",
         "Writer",
     ],
-    "testing": ["StoreSuite", "read_range", "write_file"],
+    "testing": ["StoreSuite", "read_range", "thread_comms", "write_file"],
     "training": [
         "Guard",
         "Merge",
@@ -204,6 +207,8 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 NO_TORCH = """
 import sys
+import types
+import typing
 class NoTorch:
     def find_spec(name, path, target=None):
         if name.partition(".")[0] == "torch":
@@ -267,3 +272,14 @@ def test_without_tensors_no_torch_is_imported(tmp_path: Path, code: str) -> None
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", ["treeckpt", *(f"treeckpt.{one}" for one in PUBLIC_MODULES)])
+def test_public_classes_and_functions_name_public_modules_where_they_can_be_found(name: str) -> None:
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        one = getattr(module, public)
+        if isinstance(one, (type, types.FunctionType)):
+            assert one.__module__.startswith("treeckpt") and "._" not in one.__module__, one
+            assert pickle.loads(pickle.dumps(one)) is one
+            assert not isinstance(one, type) or typing.get_type_hints(one) is not None

@@ -45,6 +45,7 @@ from . import policy, rules, trees
 from ._api import abstract, load, load_abstract, load_async, load_into, prewarm, save, save_async
 from ._arrays.sharded import Sharded
 from ._core.format.records import Index
+from ._core.public_names import publish
 from ._core.sharding.region import Region
 from ._core.tree.containers import FromRank, PerRank
 from ._core.tree.keyed_table import KeyedTable
@@ -127,6 +128,7 @@ __all__ = [
     "trees",
     "verify",
 ]
+publish(__name__, __all__, globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ A store of one's own subclasses `Store`, and `RunStore` for `Manager`; `treeckpt
 
 from __future__ import annotations
 
+from ._core.public_names import publish
 from ._io.storage.local_store import LocalRun, LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import DirectoryEntry, MemoryStore, RunStore, Store, StoreTraits, VersionTag, Writer
@@ -25,3 +26,4 @@ __all__ = [
     "VersionTag",
     "Writer",
 ]
+publish(__name__, __all__, globals())

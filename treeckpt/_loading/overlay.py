@@ -285,7 +285,9 @@ class _Provided(msgspec.Struct):
     def report(self, reports: Sequence[LoadReport]) -> LoadReport:
         """Returns the report of all loads together."""
         total: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
-        lists = {name: tuple(item for report in reports for item in getattr(report, name)) for name in _JOINED}
+        lists: dict[str, Any] = {
+            name: tuple(item for report in reports for item in getattr(report, name)) for name in _JOINED
+        }
         return LoadReport(
             path=", ".join(report.path for report in reports),
             missing=tuple(self.differences.missing),

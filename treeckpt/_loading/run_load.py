@@ -56,7 +56,10 @@ def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
     if place is not None:
         is_ours = os.path.exists(place / INDEX_NAME)
     else:
-        is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+        try:
+            is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+        except OSError as error:
+            raise wrap_read_error(error, store.url) from error
     if not is_ours:
         from .._foreign.files import foreign_at
         from .._foreign.foreign_checkpoint import ForeignCheckpoint

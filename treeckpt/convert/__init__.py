@@ -6,6 +6,7 @@
 .. include:: FORMATS.md
 """
 
+from .._core.public_names import publish
 from ._contents import SOURCES, ConvertReport, Finding, detect
 from ._conversion import (
     FORMATS,
@@ -28,3 +29,4 @@ __all__ = [
     "to_torch_file",
     "to_treeckpt",
 ]
+publish(__name__, __all__, globals())

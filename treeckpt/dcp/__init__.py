@@ -12,6 +12,7 @@ It may import everything below `_runs`, and is the one package on top that impor
 from typing import Any
 
 from .._arrays.registry import needs_torch
+from .._core.public_names import publish
 
 with needs_torch(__name__):
     import torch.distributed.checkpoint as _torch_dcp
@@ -22,6 +23,7 @@ with needs_torch(__name__):
     from ._storage import install, uninstall
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
+publish(__name__, __all__, globals())
 
 FileSystemWriter, FileSystemReader = Writer, Reader
 

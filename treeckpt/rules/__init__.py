@@ -21,6 +21,7 @@ import msgspec
 
 from .._core.format.decoding import decode_json
 from .._core.format.records import Index
+from .._core.public_names import publish
 from .._core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ._apply_rules import inverse as _inverse
@@ -74,6 +75,7 @@ __all__ = [
     "split_ffn",
     "split_qkv",
 ]
+publish(__name__, __all__, globals())
 
 
 Renaming = Mapping[str, str] | Iterable[tuple[str, str]] | None

@@ -35,6 +35,7 @@ State saved under one parallelism is restored into any other. This package impor
 """
 
 from .._arrays.registry import needs_torch
+from .._core.public_names import publish
 from .._loading.options import Merge, Policy
 
 with needs_torch(__name__):
@@ -58,3 +59,4 @@ __all__ = [
     "set_rng_state",
     "state",
 ]
+publish(__name__, __all__, globals())

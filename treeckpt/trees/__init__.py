@@ -26,6 +26,7 @@ ranks are counted within the group. If one rank fails before data is sent, all r
 
 from __future__ import annotations
 
+from .._core.public_names import publish
 from ._collectives import broadcast, distribute, gather
 from ._compare import Sameness, same_structure
 from ._moving import copy_into, empty_like
@@ -44,3 +45,4 @@ __all__ = [
     "same_structure",
     "unflatten_names",
 ]
+publish(__name__, __all__, globals())

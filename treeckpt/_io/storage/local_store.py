@@ -75,6 +75,11 @@ def _where_links_lead(directory: Path, follow_links: bool) -> bool | Path:
     return follow_links or (real.parent if is_step_name(real.name) else real)
 
 
+def _open_local(directory: Path) -> LocalStore:
+    """Opens a store in the writer process, which has no public module to find the class in."""
+    return LocalStore(directory)
+
+
 class LocalStore(Store):
     """A directory of a local (or mounted) file system.
 
@@ -102,7 +107,7 @@ class LocalStore(Store):
     def address(self) -> bytes | None:
         if type(self) is not LocalStore:  # its own state may be of this process alone
             return super().address()
-        return pickle.dumps(PickledCall(LocalStore, self.directory))
+        return pickle.dumps(PickledCall(_open_local, self.directory))
 
     @property
     def traits(self) -> StoreTraits:
