@@ -18,7 +18,7 @@ from tests.helpers.world import shards_of
 from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage.local_store import LocalRun, LocalStore
-from treeckpt._io.storage.obstore import TRIES
+from treeckpt._loading.run_load import TRIES
 
 N = 20_000
 WRITER = """

@@ -24,7 +24,7 @@ from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
 from .._io.storage.local_store import for_reading
-from .._io.storage.open import following, local_directory, open_store
+from .._io.storage.open import following, is_path_or_store, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
@@ -41,7 +41,7 @@ TRIES = 20
 
 
 def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Opens a path, a URL or a store; returns its store, and a function that opens a version of the checkpoint there.
+    """Returns the store of a path, URL or store, and a function that opens a version of the checkpoint there.
 
     Files of another program are looked for only where there is no index of ours, and not in a store that is far away,
     where each look takes a request.
@@ -49,12 +49,17 @@ def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
     Raises:
         StoreError, CheckpointError: as `open_store`.
     """
+    if isinstance(path, Checkpoint):
+        return path.store, path.reopened
     store = open_store(path)
     place = store.traits.local_path
     if place is not None:
         is_ours = os.path.exists(place / INDEX_NAME)
     else:
-        is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+        try:
+            is_ours = store.traits.far or store.entry(INDEX_NAME) is not None
+        except OSError as error:
+            raise wrap_read_error(error, store.url) from error
     if not is_ours:
         from .._foreign.files import foreign_at
         from .._foreign.foreign_checkpoint import ForeignCheckpoint
@@ -116,7 +121,7 @@ def on_versions(
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
         for each in given:
-            store, opened = _open(each)
+            store, opened = open_checkpoint(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -147,24 +152,7 @@ def on_versions(
 
 def _bank_of(path: Any) -> Bank | None:
     """Does what `as_bank` does; the usual paths are told apart before."""
-    return None if isinstance(path, (str, os.PathLike, Store, Checkpoint)) else as_bank(path)
-
-
-def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Returns the store of a path, and a function that opens a version of the checkpoint there.
-
-    Files of another program are looked for only where there is no index.
-
-    Raises:
-        StoreError, CheckpointError: as `open_checkpoint`.
-    """
-    if isinstance(path, Checkpoint):
-        return path.store, path.reopened
-    place = local_directory(path)
-    if place is not None and os.path.exists(place / INDEX_NAME):
-        store = for_reading(open_store(path))
-        return store, partial(Checkpoint, store)
-    return open_checkpoint(path)
+    return None if is_path_or_store(path) or isinstance(path, Checkpoint) else as_bank(path)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
@@ -310,7 +298,7 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store, version = _open(path)
+    store, version = open_checkpoint(path)
     try:
         yield version()
     except OSError as error:

@@ -265,7 +265,7 @@ class PackedIndex(Index, frozen=True):
 
     ranges: RangeColumns | None = None
     shared: tuple[Structure, ...] = ()
-    """See `_core.tree.shared_subtrees`."""
+    """See `_core.tree.structure`."""
 
 
 _PACKED = msgspec.json.Decoder(PackedIndex)
