@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from treeckpt._arrays.describe import content_digests, describe_tree, piece_digests
-from treeckpt._arrays.samples import SMALL_LEAF_NBYTES
+from treeckpt._arrays.digests import SMALL_LEAF_NBYTES
 from treeckpt._core.planning.rank_trees import piece_key
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard

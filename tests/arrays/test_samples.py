@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.devices import DEVICES
-from treeckpt._arrays.base import FlatRangeArray
+from treeckpt._arrays.base import FlatRangeArray, LazyArray
 from treeckpt._arrays.describe import content_digests, describe_tree
-from treeckpt._arrays.digests import ComparedPart, compared, digests_of
-from treeckpt._arrays.lazy import LazyArray
-from treeckpt._arrays.samples import PERIOD_NBYTES, SAMPLE_NBYTES, SMALL_LEAF_NBYTES
-from treeckpt._arrays.torch_memory import DeviceArray, tensor_data
+from treeckpt._arrays.digests import PERIOD_NBYTES, SAMPLE_NBYTES, SMALL_LEAF_NBYTES, ComparedPart, compared, digests_of
+from treeckpt._arrays.torch import DeviceArray, tensor_data
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec
 

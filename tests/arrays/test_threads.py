@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers.background import until
-from treeckpt._arrays.threads import WorkerThreads
+from treeckpt._threads import WorkerThreads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

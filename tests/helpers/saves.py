@@ -9,12 +9,17 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import layouts, shapes, trees
-from treeckpt._core.format.build_index import build_index
 from treeckpt._core.format.index import encode_manifest
-from treeckpt._core.format.records import FileTable, Index, file_table
+from treeckpt._core.format.records import FileTable, Index, build_index, file_table
 from treeckpt._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
-from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, array_leaves, merge_rank_trees
-from treeckpt._core.planning.save_plan import assign_offsets, plan_save
+from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
+from treeckpt._core.planning.save_plan import (
+    BoxOwners,
+    array_leaves,
+    assign_offsets,
+    assign_writers,
+    plan_save,
+)
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt._core.sharding.placements import (
     BoxLayout,
@@ -24,11 +29,8 @@ from treeckpt._core.sharding.placements import (
     Shard,
 )
 from treeckpt._core.sharding.region import Region
-from treeckpt._core.sharding.write_assignment import (
-    BoxOwners,
-    assign_writers,
-)
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec, StridedView
 from treeckpt._core.tree.value_codec import encode_value
 

@@ -22,6 +22,7 @@ import optree
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from treeckpt._core.planning.save_plan import ArrayLeaf
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import (
     BoxLayout,
@@ -34,8 +35,7 @@ from treeckpt._core.sharding.placements import (
     StridedShard,
 )
 from treeckpt._core.sharding.region import Region, flat_regions
-from treeckpt._core.sharding.write_assignment import ArrayLeaf
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 
 __all__ = [
     "Branch",

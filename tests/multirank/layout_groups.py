@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import treeckpt as tc
+from treeckpt._core.planning.save_plan import GlobalPlan
 from treeckpt._io.comm.comm import Comm, comm_of, default_comm
-from treeckpt._saving.plan_cache import GlobalPlan
 
 from .layout_models import build_model, models_of
 from .layouts import difference, distribute, mesh_of, seeded

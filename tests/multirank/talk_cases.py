@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import treeckpt as tc
+from treeckpt._core.planning.save_plan import GlobalPlan
 from treeckpt._io.comm.comm import Comm, default_comm
-from treeckpt._saving.plan_cache import GlobalPlan
 
 from .layouts import build
 from .registry import Rank, case

@@ -342,7 +342,7 @@ def test_the_guard_holds_the_step_until_everything_is_copied(tmp_path: Path, com
 
 
 def test_a_step_waits_only_while_it_is_guarded() -> None:
-    from treeckpt._saving.future import Pending
+    from treeckpt._saving.session import Pending
 
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -663,7 +663,7 @@ def test_the_writer_imports_no_torch_and_gives_way(tmp_path: Path, fresh: Comm) 
     comm = fresh
     tc.save_async(tmp_path / "c", {"w": torch.ones(5)}, comm=comm).result(60)
     modules = session(comm).writer.modules()
-    assert "treeckpt._saving.writer_server" in modules and not {"torch", "optree", "treeckpt._api", "tests"} & set(
+    assert "treeckpt._saving.writer_process" in modules and not {"torch", "optree", "treeckpt._api", "tests"} & set(
         modules
     )
     pid = writer_pid(comm)

@@ -15,7 +15,7 @@ from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks
-from treeckpt._arrays import describe, plain_tensor, torch_memory
+from treeckpt._arrays import describe
 from treeckpt._arrays import torch as torch_leaves
 from treeckpt._arrays.base import ArraySource, HostArray, HostMemory
 from treeckpt._loading import plan, read_batch
@@ -55,8 +55,7 @@ def test_a_common_tensor_is_described_as_any_other(tensor: torch.Tensor) -> None
         torch_leaves.abstract(tensor, "x", 0),
     )
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch_leaves, torch_memory):
-            patch.setattr(module, "is_plain", lambda leaf: False)
+        patch.setattr(torch_leaves, "is_plain", lambda leaf: False)
         long = (
             torch_leaves.source(tensor, "x", 0),
             torch_leaves.target(tensor, "x", 0),
@@ -92,17 +91,17 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def test_only_tensors_that_are_there_in_one_piece_are_known_by_address() -> None:
     for tensor in (torch.zeros(0), torch.zeros(3, 2).T, torch.zeros(4)[::2]):
-        assert plain_tensor.plain_memory(tensor, plain_tensor.plain_info(tensor)) is None
+        assert torch_leaves.plain_memory(tensor, torch_leaves.plain_info(tensor)) is None
     imaginary = torch.zeros(1, dtype=torch.complex64).conj().imag
-    assert imaginary.is_neg() and plain_tensor.plain_memory(imaginary, plain_tensor.plain_info(imaginary)) is None
+    assert imaginary.is_neg() and torch_leaves.plain_memory(imaginary, torch_leaves.plain_info(imaginary)) is None
     cut = torch.zeros(8)
     cut.untyped_storage().resize_(16)
-    assert plain_tensor.plain_memory(cut, plain_tensor.plain_info(cut)) is None
+    assert torch_leaves.plain_memory(cut, torch_leaves.plain_info(cut)) is None
 
 
 def test_memory_outlives_the_tensor_that_showed_it() -> None:
     tensor = torch.arange(4, dtype=torch.float32)
-    memory = plain_tensor.plain_memory(tensor, plain_tensor.plain_info(tensor))
+    memory = torch_leaves.plain_memory(tensor, torch_leaves.plain_info(tensor))
     assert memory is not None
     tensor.data = torch.zeros(4)
     del tensor
@@ -213,8 +212,7 @@ def test_nothing_changed_leaves_every_container_and_leaf_in_place(tmp_path: Path
 def test_a_small_array_known_by_address_has_the_digest_of_its_elements(tensor: torch.Tensor) -> None:
     found = describe.content_digests(describe.describe_tree({"x": tensor}, rank=0), "sample")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (torch_leaves, torch_memory):
-            patch.setattr(module, "is_plain", lambda leaf: False)
+        patch.setattr(torch_leaves, "is_plain", lambda leaf: False)
         brought = describe.describe_tree({"x": tensor}, rank=0)
         assert not isinstance(brought.sources["x"].pieces[0].data, HostMemory)
         assert found == describe.content_digests(brought, "sample")

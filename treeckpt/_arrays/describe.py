@@ -12,18 +12,15 @@ import xxhash
 from .._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, piece_key
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.placements import BoxLayout, MeshLayout, Replicate, layout_of_group
-from .._core.sharding.region import Region, c_strides
+from .._core.sharding.region import Region, c_strides, overlapping_groups
 from .._core.tree.flatten import flatten
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from .._core.tree.structure import TABLE_KEYS, index_path, rank_key
 from .._core.tree.value_codec import Value
 from .base import ArraySource, SourcePiece, Storage
-from .blobs import BLOB_TYPES, blob_source
-from .digests import ComparedPart, compared, digests_of
-from .overlaps import overlapping_groups
-from .registry import encode, source_of
-from .samples import Comparison
+from .digests import ComparedPart, Comparison, compared, digests_of
+from .registry import BLOB_TYPES, blob_source, encode, source_of
 from .sharded import Sharded
 from .table_columns import column_source, shift_offsets, shift_rows
 
@@ -179,6 +176,11 @@ def _views(plain: list[_Stored]) -> dict[str, LeafSpec]:
     return found
 
 
+def json_digest(value: object) -> bytes:
+    """Returns 16 bytes that are equal for what is equal as JSON: an inventory, or a value."""
+    return xxhash.xxh3_128_digest(msgspec.json.encode(value))
+
+
 def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, bytes]:
     """Returns digests of values and of replicated arrays, which must be equal on all ranks, by path.
 
@@ -202,7 +204,7 @@ def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, 
             continue
         if part is not None:
             parts[key] = part
-    found = {path: xxhash.xxh3_128_digest(msgspec.json.encode(value)) for path, value in described.values.items()}
+    found = {path: json_digest(value) for path, value in described.values.items()}
     return found | dict(zip(parts, digests_of([*parts.values()]), strict=True))
 
 

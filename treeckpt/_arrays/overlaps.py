@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from .._core.sharding.dtypes import dtype_of
-from .._core.sharding.region import Region, flat_regions, tiles
+from .._core.sharding.region import Region, flat_regions, overlapping_groups, tiles
 from .._core.tree.spec import ArraySpec
 from ..errors import MismatchError
 from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
@@ -38,23 +38,6 @@ class Overlap(msgspec.Struct, frozen=True):
     """Number of common bytes; -1 for all."""
     windows: tuple[StridedMemory, StridedMemory] | None = None
     """Addresses of both, if the common bytes are no contiguous range."""
-
-
-def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
-    """Returns groups of address ranges, by number, that overlap directly or through others."""
-    if len(starts) < 2:
-        return []
-    lows = np.array(starts, np.int64)
-    order = np.argsort(lows, kind="stable")
-    lows, reach = lows[order], np.maximum.accumulate(np.array(stops, np.int64)[order])
-    groups: list[list[int]] = []
-    before = -1
-    for at in (np.flatnonzero(lows[1:] < reach[:-1]) + 1).tolist():
-        if at - 1 != before:
-            groups.append([int(order[at - 1])])
-        groups[-1].append(int(order[at]))
-        before = at
-    return groups
 
 
 def _windows(target: ArrayTarget) -> list[tuple[Region, StridedMemory]]:

@@ -1,5 +1,6 @@
 """Finds the adapter of a leaf by the module name of its class, without importing a library.
 
+Values of libraries, and texts and bytes too long for an index, are stored and made again here too.
 An adapter's module is imported when the first leaf of its library is found, so a program without torch never imports
 it. Of a library only the name is known here.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
@@ -18,13 +21,24 @@ import msgspec
 import numpy as np
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
+from .._core.sharding.region import Region
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import ArraySpec
 from .._core.tree.tensor_parts import TensorParts
 from .._core.tree.value_codec import TypedValue, Value, decode_value, encode_value
-from ..errors import FormatError, MismatchError, TreeError
-from .base import Adapter, Allocate, ArraySource, ArrayTarget, raw_dtype
-from .lazy import LazyArray, lazy_source
+from ..errors import CorruptError, FormatError, MismatchError, TreeError
+from .base import (
+    Adapter,
+    Allocate,
+    ArraySource,
+    ArrayTarget,
+    HostMemory,
+    LazyArray,
+    PartsNeeded,
+    SourcePiece,
+    lazy_source,
+    raw_dtype,
+)
 
 _LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
 """Adapters of libraries, and the class of their arrays.
@@ -72,6 +86,11 @@ def parts_adapter() -> Any:
     return _module("tensor_parts")
 
 
+def torch_adapter() -> Any:
+    """Returns `_arrays.torch`, which imports torch."""
+    return _module("torch")
+
+
 def any_in_parts(nodes: Sequence[object]) -> bool:
     """Returns whether a tensor among objects is made of others; see `_arrays.tensor_parts`."""
     return any(parts_adapter().any_in_parts(kind, nodes) for kind in set(map(type, nodes)) if _is_torch(kind))
@@ -89,6 +108,23 @@ def take_apart(leaf: object, path: str) -> TensorParts | None:
 def build_tensor(made: TensorParts, path: str) -> Any:
     """Returns the tensor of its parts, or the parts; see `_arrays.tensor_parts.build`."""
     return parts_adapter().build(made, path) if "torch" in sys.modules else made
+
+
+def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> Any:
+    """Returns what an action returns that expands a tree, with `layouts` False, and again with True if it needs that.
+
+    It asks no object for its state a second time: in a tree with such objects all tensors are looked at.
+
+    Args:
+        act: changes nothing before all leaves of the tree are described.
+        always: calls it with True at once.
+    """
+    if always:
+        return act(True)
+    try:
+        return act(False)
+    except PartsNeeded:
+        return act(True)
 
 
 # leaves ---------------------------------------------------------------------------------------------------------------
@@ -274,6 +310,9 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Alloc
     return check_library(spec, path).empty(spec, path, device, allocate=allocate)
 
 
+# values ---------------------------------------------------------------------------------------------------------------
+
+
 def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
     """Returns the stored form of a value, of any known library.
 
@@ -390,3 +429,57 @@ def resolve(name: str) -> type:
             raise LookupError(name)
         known = type.__getattribute__(found, "__dict__")
     return found
+
+
+# blobs: texts and bytes that are too long for an index, saved and read as an array, uint8[n] --------------------------
+
+MAX_VALUE_NBYTES = 4096
+"""Bytes of a text in UTF-8, or of bytes, up to which they are stored in the index."""
+BLOB_TYPES = (bytes, bytearray, str, io.BytesIO)
+Blob = bytes | bytearray | str | io.BytesIO
+_TEXT = ("utf-8", "surrogatepass")
+_POSITION = "<Q"
+_POSITION_NBYTES = 8
+
+
+def blob_source(value: Blob) -> ArraySource | None:
+    """Describes the bytes of a long value as an array, those of `bytes` without a copy.
+
+    What can grow is copied, because it could not while an array uses its memory. Returns None for a short value, for
+    one of a subclass, as numpy has them, and for a BytesIO that was closed or has attributes.
+    """
+    if type(value) not in BLOB_TYPES or (not isinstance(value, io.BytesIO) and 4 * len(value) <= MAX_VALUE_NBYTES):
+        return None
+    if isinstance(value, io.BytesIO):
+        if value.closed or value.getbuffer().nbytes <= MAX_VALUE_NBYTES or vars(value):
+            return None
+        data = b"".join((value.getbuffer(), struct.pack(_POSITION, value.tell())))
+    else:
+        data = value.encode(*_TEXT) if isinstance(value, str) else bytes(value)
+    if len(data) <= MAX_VALUE_NBYTES:
+        return None
+    array = np.frombuffer(data, np.uint8)
+    memory = HostMemory(array.__array_interface__["data"][0], array.shape, 1, array)
+    spec = ArraySpec(array.shape, "uint8", kind=type(value).__name__)
+    return ArraySource(spec, None, (SourcePiece(Region.whole(array.shape), memory),))
+
+
+def blob_value(data: memoryview, kind: str, path: str) -> Blob:
+    """Returns the value of a kind of `BLOB_KINDS` from the memory of its bytes.
+
+    Raises:
+        CorruptError: the bytes of a text are no UTF-8, or a BytesIO has no position.
+    """
+    if kind == "BytesIO":
+        buffer = io.BytesIO(data[:-_POSITION_NBYTES])
+        try:
+            buffer.seek(*struct.unpack(_POSITION, data[-_POSITION_NBYTES:]))
+        except (struct.error, OverflowError) as error:
+            raise CorruptError(path, expected="a BytesIO with its position", found=f"{error}") from error
+        return buffer
+    if kind != "str":
+        return bytearray(data) if kind == "bytearray" else bytes(data)
+    try:
+        return str(data, *_TEXT)
+    except UnicodeDecodeError as error:
+        raise CorruptError(path, expected="a text in UTF-8", found=f"{error}"[:200]) from error

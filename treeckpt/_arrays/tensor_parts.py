@@ -31,9 +31,8 @@ from .._core.tree.tensor_parts import TensorParts
 from .._core.tree.value_codec import TypedValue, decode_value, encode_value, type_name
 from ..errors import FormatError, MismatchError, TreeckptError, TreeError
 from .dtensor import is_dtensor, is_dtensor_class, is_sharded_tensor, layout_of
-from .plain_tensor import PLAIN_CLASSES, dtype_name, kind_of
 from .registry import decode_of_library, encode_of_library, resolve
-from .torch import as_kind
+from .torch import PLAIN_CLASSES, as_kind, dtype_name, kind_of
 
 _OWN_WAYS = ("torch.distributed", "torch._subclasses")
 """Packages whose subclasses are no tensors in parts: DTensor, results that are not there yet, fake tensors."""

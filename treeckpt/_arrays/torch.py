@@ -1,15 +1,18 @@
-"""The adapter of torch: Tensor, Parameter, Buffer, and DTensor on any mesh.
+"""The adapter of torch: Tensor, Parameter, Buffer, and DTensor on any mesh; the memory of tensors, and its copies.
 
 A CPU tensor is addressed in place through numpy, whatever its strides. Tensors on other devices, and conjugate or
 negative views, are read and written box by box. A DTensor's pieces are computed from its mesh and placements.
+
+Most leaves are *plain*: dense, of a common dtype, on the host, and most of those are tiny. What plain tensors of one
+shape and dtype share is computed once, so that describing another one costs a few calls of torch and none of numpy.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
 
+from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.placements import BoxLayout, MeshLayout, held_by, local_shape
 from .._core.sharding.region import Region, memory_order, strides_in
 from .._core.tree.spec import ArraySpec
@@ -26,14 +30,20 @@ from .base import (
     Allocate,
     ArraySource,
     ArrayTarget,
+    Box,
+    HostArray,
+    HostMemory,
     PartsNeeded,
     SourcePiece,
     Storage,
+    StridedMemory,
     TargetPiece,
     local_pieces,
     local_shape_of,
     overlaps_itself,
+    raw_dtype,
 )
+from .digests import SampleRuns
 from .dtensor import (
     DescribedTensor,
     described,
@@ -46,8 +56,252 @@ from .dtensor import (
     same_dtensor,
 )
 from .numpy import cast as cast_as_numpy
-from .plain_tensor import PLAIN_CLASSES, PLAIN_DTYPES, dtype_name, is_plain, kind_of, plain_info, plain_memory
-from .torch_memory import TensorData, raw_array, signed_dtype, tensor_data
+
+# plain tensors --------------------------------------------------------------------------------------------------------
+
+PLAIN_CLASSES = (torch.Tensor, Parameter)
+PLAIN_DTYPES = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+)
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns treeckpt's name of a torch dtype: its own, without the module.
+
+    Raises:
+        FormatError: a dtype that cannot be stored (quantised ones).
+    """
+    return dtype_of(str(dtype).removeprefix("torch.")).name
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Returns the kind of a tensor in its spec: "parameter", "buffer" or "tensor"."""
+    if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
+        return "parameter"
+    return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # as isinstance(tensor, Buffer) does
+
+
+class PlainTensorInfo(msgspec.Struct, frozen=True):
+    """What plain tensors have in common that differ only in their bytes."""
+
+    spec: ArraySpec
+    whole: Region
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def _plain_info(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, kind: str
+) -> PlainTensorInfo:
+    order = memory_order(shape, strides)
+    spec = ArraySpec(
+        tuple(shape), dtype_name(dtype), regions=None, device=None, requires_grad=requires_grad, kind=kind, order=order
+    )
+    return PlainTensorInfo(spec, Region.whole(spec.shape), math.prod(shape) * dtype.itemsize)
+
+
+_STRIDED = torch.strided
+
+
+def is_plain(leaf: torch.Tensor) -> bool:
+    """Returns whether a tensor is dense, of a plain class and a common dtype, on the host: it needs no other check."""
+    return (
+        type(leaf) in PLAIN_CLASSES
+        and leaf.dtype in PLAIN_DTYPES
+        and leaf.layout is _STRIDED
+        and leaf.is_cpu
+        and not leaf.is_nested
+    )
+
+
+def plain_info(leaf: torch.Tensor) -> PlainTensorInfo:
+    """Returns what a plain tensor shares with others."""
+    return _plain_info(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, kind_of(leaf))
+
+
+def plain_memory(leaf: torch.Tensor, info: PlainTensorInfo) -> HostMemory | None:
+    """Returns the memory of a plain tensor; None where it is not contiguous, or its storage is too short."""
+    if not info.nbytes or not leaf.is_contiguous() or leaf.is_neg():
+        return None
+    size = leaf.dtype.itemsize
+    address = leaf.data_ptr()
+    storage = leaf.untyped_storage()  # keeps the memory, which the tensor alone does not when its `data` is replaced
+    if not address or leaf.storage_offset() * size + info.nbytes > storage.nbytes():
+        return None
+    return HostMemory(address, info.spec.shape, size, storage)
+
+
+# the memory of tensors ------------------------------------------------------------------------------------------------
+
+_RAW = {size: raw_dtype(size).str for size in (1, 2, 4, 8, 16)}
+
+
+class _ArrayInterface:
+    """A tensor's memory for numpy. `Tensor.numpy` is not used because it marks the user's storage as not resizable."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.dtype.itemsize
+        self._tensor = tensor  # numpy keeps this object alive, and so the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": _RAW[size],
+            "data": (tensor.data_ptr(), False),
+            "strides": None if tensor.is_contiguous() else tuple(step * size for step in tensor.stride()),
+        }
+
+
+def raw_array(tensor: torch.Tensor) -> np.ndarray:
+    """Returns the tensor's memory as a numpy array of raw dtype with the same shape and strides."""
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), raw_dtype(tensor.dtype.itemsize))
+    return np.asarray(_ArrayInterface(tensor))
+
+
+class DeviceArray:
+    """Reads and writes a tensor that numpy cannot address, box by box."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def window(self) -> StridedMemory | None:
+        """Addresses of the elements; None where the bytes there are not those of the elements (conjugate views)."""
+        tensor, size = self.tensor, self.tensor.dtype.itemsize
+        if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            return None
+        return StridedMemory(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size
+        )
+
+    def read(self, box: Box) -> np.ndarray:
+        part = self.tensor[box].resolve_conj().resolve_neg()
+        return raw_array(part.cpu())
+
+    def tensor_at(self, box: Box) -> torch.Tensor:
+        """Returns a box as a view of the tensor."""
+        return self.tensor[box]
+
+    def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
+        """Copies a box to host memory; returns a function that waits for the end, None if the copy is complete."""
+        part = self.tensor[box]
+        out = torch.from_numpy(target).view(part.dtype).view(part.shape)
+        if part.is_cuda:
+            return start_copy_to_host(part, out)
+        out.copy_(part)
+        return None
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize)))
+        target = self.tensor[box]
+        target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy turns a scalar into a 1-D array
+
+
+def gather_samples(tensor: torch.Tensor, runs: SampleRuns | None) -> torch.Tensor:
+    """Returns the sampled elements of a tensor in C order, or without `runs` all: uint8[bytes], on its device."""
+    if not tensor.is_conj() and not tensor.is_neg() and tensor.dtype.itemsize in _INTEGERS:
+        tensor = tensor.view(_INTEGERS[tensor.dtype.itemsize])  # not all functions have float8
+    if runs is None:
+        found = tensor.reshape(-1)
+    elif tensor.is_contiguous():
+        first, shape = tensor.storage_offset(), (runs.count, runs.length)
+        samples = tensor.as_strided(shape, (runs.every, 1), first).reshape(-1)
+        found = torch.cat((samples, tensor.as_strided((runs.length,), (1,), first + runs.size - runs.length)))
+    else:
+        positions = torch.from_numpy(runs.index()).to(tensor.device)
+        found = tensor[torch.unravel_index(positions, tensor.shape)]
+    return found.resolve_conj().resolve_neg().view(torch.uint8)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_together(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Returns the bytes of 1-D tensors of uint8 on the host, by one copy from each device."""
+    found = [np.empty(0, np.uint8)] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        whole = raw_array(torch.cat([tensors[number] for number in here]).cpu())
+        stops = np.cumsum([tensors[number].numel() for number in here])
+        for number, part in zip(here, np.split(whole, stops[:-1]), strict=True):
+            found[number] = part
+    return found
+
+
+def signed_dtype(size: int) -> np.dtype[Any]:
+    """Returns the numpy dtype of elements of `size` bytes that torch accepts."""
+    return np.dtype("<c16") if size == 16 else np.dtype(f"<i{size}") if size > 1 else np.dtype("u1")
+
+
+TensorData = HostMemory | HostArray | DeviceArray
+
+
+def tensor_data(tensor: torch.Tensor) -> TensorData:
+    """Returns the reader and writer of a tensor's elements."""
+    if is_plain(tensor) and (memory := plain_memory(tensor, plain_info(tensor))) is not None:
+        return memory
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        return HostArray(raw_array(tensor))
+    return DeviceArray(tensor)
+
+
+# CUDA: copies on a separate stream, into pinned memory, while the training's kernels run ------------------------------
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: int) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def wait_for_current_streams() -> None:
+    """Makes the copies that follow wait for all work queued so far on the calling thread's current streams."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            _side_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+def start_copy_to_host(part: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    """Starts to copy a CUDA tensor to the host; returns a function that waits for the end of the copy."""
+    stream = _side_stream(part.device.index)
+    if part.is_conj() or part.is_neg():
+        # across devices the copy would be conjugated on the host, perhaps before it has arrived
+        part = part.resolve_conj().resolve_neg()
+        stream.wait_stream(torch.cuda.current_stream(part.device))
+    with torch.cuda.stream(stream):
+        out.copy_(part, non_blocking=True)
+    part.record_stream(stream)
+    return stream.synchronize
+
+
+def pin(address: int, nbytes: int) -> Callable[[], None]:
+    """Pins host memory, so that copies to it need no intermediate buffer; returns a function that unpins it.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    runtime: Any = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {nbytes} bytes: {status}")
+    return partial(runtime.cudaHostUnregister, address)
+
+
+def pin_function() -> Callable[[int, int], Callable[[], None]] | None:
+    """Returns `pin` in a process that uses CUDA; else None."""
+    return pin if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+
+def device_setter() -> Callable[[], None]:
+    """Returns a function that makes this thread's current device that of the thread that calls it."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+# the adapter ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)

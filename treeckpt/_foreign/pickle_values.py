@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._arrays.numpy import dtype_name
 from .._arrays.registry import encodable, encode
 from .._core.sharding.dtypes import dtype_of, numpy_dtype
@@ -288,6 +288,18 @@ def dtype_named(symbol: Any) -> str:
     if module != "torch":
         raise FormatError("dtype", expected="a dtype of torch", found=brief(symbol))
     return dtype_of(name).name
+
+
+def sizes_of(node: Any, label: str, expected: str = "a torch.Size") -> tuple[int, ...]:
+    """Returns a shape or an offset.
+
+    Raises:
+        FormatError: it is none.
+    """
+    listed = isinstance(node, (tuple, list)) and len(node) <= MAX_NDIM
+    if not listed or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
+        raise FormatError(label, expected=expected, found=brief(node))
+    return tuple(node)
 
 
 class RefusedLeaf(msgspec.Struct, frozen=True):

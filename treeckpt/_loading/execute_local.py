@@ -14,13 +14,13 @@ from queue import SimpleQueue
 
 import msgspec
 
-from .._arrays.threads import WorkerThreads
 from .._core.format.records import File
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.mapped_read import LEAST_MAPPED
+from .._io.storage.local_files import LEAST_MAPPED
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
 from .._io.storage.shard_reader import OpenedShard, check_blocks, check_parts
 from .._io.timing import Recorder
+from .._threads import WorkerThreads
 from .plan import ContiguousMemory, Read, copy_contiguous, parts_of
 
 READERS = 3

@@ -19,16 +19,15 @@ from .. import _api
 from .._arrays.registry import is_value
 from .._arrays.stateful import LoadsSavedState, is_optimizer, object_states, plan_state
 from .._core.format.records import Index
-from .._core.tree.flatten import PerRank, flatten
-from .._core.tree.globs import compile_globs
-from .._core.tree.in_place import update_in_place
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten, update_in_place
+from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
 from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
 from .._loading.options import Fallback, Policy, read_alone
-from .._loading.overlay import globs_of
 from ..errors import MismatchError, TreeError
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own

@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from .._arrays.base import ArraySource
 from .._arrays.describe import (
@@ -32,50 +34,136 @@ from .._arrays.describe import (
     box_digests,
     content_digests,
     describe_tree,
+    json_digest,
     piece_digests,
     place_table_rows,
 )
-from .._arrays.expanded_tree import in_parts_if_needed, state_tree
-from .._arrays.samples import SMALL_LEAF_NBYTES
+from .._arrays.digests import SMALL_LEAF_NBYTES
+from .._arrays.registry import in_parts_if_needed
+from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
-from .._core.format.save_progress import Progress
-from .._core.format.sidecars import Sidecar
-from .._core.planning.rank_trees import GlobalTree, digest_of
+from .._core.format.files import Sidecar
+from .._core.planning.rank_trees import (
+    GlobalTree,
+    Inventory,
+    RankClass,
+    check_disjoint,
+    merge_rank_trees,
+    piece_key,
+)
+from .._core.planning.save_plan import GlobalPlan, compute_plan, overlapping_pieces
+from .._core.sharding.int_runs import encode_runs
+from .._core.sharding.placements import BoxLayout
+from .._core.sharding.region import Region
 from .._core.tree.value_codec import Value, encode_value
-from .._io.comm.collective import Conclusion, Exchange, decode_each
+from .._io.comm.collective import NOT_COMMITTED, Conclusion, Exchange, decode_each
 from .._io.comm.comm import Comm, members_of
-from .._io.comm.failures import NOT_COMMITTED
 from .._io.comm.rounds import Round
 from .._io.os_errors import wrap_write_error, write_errors_wrapped
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
-from .future import PreviousSave
-from .messages import (
-    BoxDigests,
-    Boxes,
-    CommonPaths,
-    Decision,
-    MergedTree,
-    RankProposal,
-    RankTree,
-    check_arguments,
-    check_idle,
-    common_paths,
-    compare_boxes,
-    compare_contents,
-    conflicting_ranks,
-    digest_groups,
-    json_digest,
-    merge_inventories,
-    plan_key,
-    representatives,
+from ..errors import CheckpointError, MismatchError
+from .options import (
+    CommonOptions,
+    LineageSource,
+    SaveOptions,
+    check_files,
+    check_metadata,
+    read_sidecars,
+    sidecar_digests,
 )
-from .options import LineageSource, SaveOptions, check_metadata
-from .path_look import PathLook
-from .plan_cache import GlobalPlan, cached_plan, contested_boxes, get_plan
-from .shard_writer import IndexContent, SaveInfo
-from .sidecar_files import check_files, read_sidecars, sidecar_digests
+from .session import PreviousSave
+from .shard_writer import IndexContent, PathLook, SaveInfo, first_progress
+
+# what the ranks say ---------------------------------------------------------------------------------------------------
+
+Boxes = tuple[tuple[str, Region], ...]
+"""(path, box) of what several listed pieces of an array hold."""
+BoxDigests = list[tuple[int, bytes]]
+"""(number of the box, digest), for each piece of a rank that holds it."""
+
+
+class RankProposal(msgspec.Struct, array_like=True):
+    """A rank's call of save: its arguments, and its tree as digests."""
+
+    path: str
+    options: CommonOptions
+    inventory: bytes = b""
+    """Digest of the rank's inventory."""
+    contents: bytes = b""
+    """Digest of the contents that replicas must share."""
+    cached_plan: str = ""
+    """Key of the plan that the rank has kept from the save before."""
+    own_values: dict[str, Value] = {}
+    running: str = ""
+    """The path of a background save that has not ended on this rank; then there is no tree."""
+    pieces: dict[bytes, bytes] = {}
+    """For groups of pieces that other ranks hold too: a digest of their keys, and one of their contents."""
+    metadata: dict[str, bytes] = {}
+    """Digests of the values of `custom_metadata`."""
+    files: dict[str, str] = {}
+    """Checksums of the sidecar files that are given to the rank; "" for a path, which rank 0 alone reads."""
+
+
+class Decision(msgspec.Struct, array_like=True):
+    """The coordinator's reply to the proposals."""
+
+    save_id: str
+    created_ns: int
+    key: str
+    """Names the global plan that follows from all inventories."""
+    representatives: tuple[int, ...] = ()
+    """Ranks that send their contents, and inventory; none where all are equal."""
+    plan_is_cached: bool = False
+    """Whether every rank has kept that plan: then inventories are not sent."""
+    skipped: bool = False
+    """A rank is still busy with an earlier save, and the options say to do nothing then."""
+    conflict: bool = False
+    """Ranks that hold the same pieces have different contents in them: representatives send digests of each."""
+    boxes: Boxes = ()
+    """Without representatives, the same as `MergedTree.boxes`."""
+    contents_differ: bool = False
+    """Ranks with equal inventories have different contents: representatives send digests of all of these."""
+
+
+class RankTree(msgspec.Struct, array_like=True):
+    """A representative's inventory, unless every rank has its plan, and digests of its contents by path."""
+
+    inventory: Inventory | None
+    contents: dict[str, bytes]
+    values: dict[str, Value]
+
+
+class MergedTree(msgspec.Struct, array_like=True):
+    """All inventories as one global tree; None where every rank has kept it."""
+
+    global_tree: GlobalTree | None
+    boxes: Boxes = ()
+    """What ranks compare in one more step."""
+    common: tuple[str, ...] = ()
+    """With a global tree: the paths that are in several inventories."""
+
+
+class ContestedBoxes(msgspec.Struct, frozen=True):
+    """What several listed pieces of an array hold, as (path, box, bytes), for inventories with one key."""
+
+    key: str
+    boxes: list[tuple[str, Region, int]]
+
+
+class CommonPaths(msgspec.Struct, frozen=True):
+    """The paths that are in several of the inventories with one key: the others hold the ranks of one inventory."""
+
+    key: str
+    paths: frozenset[str]
+
+    def of(self, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Returns the digests that ranks with other inventories have too; keys are paths or `piece_key`s."""
+        return {key: digest for key, digest in contents.items() if key.partition("\0")[0] in self.paths}
+
+
+# the agreement --------------------------------------------------------------------------------------------------------
 
 
 class AgreedSave(msgspec.Struct, frozen=True):
@@ -229,9 +317,9 @@ class _Agreement:
             if not self.decision.skipped:
                 check_idle(self.store.url, {0: running})
             return
-        self.decision.key = digest_of(self.described.inventory).hex()
+        self.decision.key = json_digest(self.described.inventory).hex()
         self._finish_look()
-        self.boxes = self._boxes_to_compare(self.decision.key, None)
+        self.boxes = self._boxes_to_compare(None)
         if self.boxes:
             compare_boxes(self.boxes, {0: self._own_box_digests()})
 
@@ -255,27 +343,15 @@ class _Agreement:
 
     def _begin_look(self) -> None:
         """Begins rank 0's look at the path, which keeps the record of the save."""
-        now, step = self.recorder.created_ns, self.options.step
-        first = Progress(
-            self.save_id,
-            0,
-            world=self.comm.size,
-            step=step,
-            phase="write",
-            written=0,
-            planned=0,
-            started_ns=now,
-            updated_ns=now,
-        )
-        self.look = PathLook(self.store, first, overwrite=self.options.overwrite)
-        self.record = self.look.record
+        first = first_progress(self.save_id, 0, self.comm.size, self.options.step, self.recorder.created_ns)
+        self.record = ProgressRecorder(self.store, first)
+        self.look = PathLook(self.store, self.record, overwrite=self.options.overwrite)
 
     def _finish_look(self) -> None:
         """Waits for rank 0's look; of one rank not for that of an object store, which goes on beside the next steps."""
         if self.record is not None:
-            plan = cached_plan(self.comm)
-            known = plan is not None and plan.key == self.decision.key
-            self.record.expect(plan.own.nbytes if known and plan is not None else self.described.nbytes)
+            plan = self._kept_plan()
+            self.record.expect(plan.own.nbytes if plan is not None else self.described.nbytes)
         if self.look is not None and not (self.exchange is None and self.store.traits.conditional):
             self.replaced, self.look = self.look.result(), None
 
@@ -308,7 +384,7 @@ class _Agreement:
         """This rank's call of save; raises the error of the steps before."""
         if error is not None:
             raise error
-        cached = cached_plan(self.comm)
+        cached = self.comm.state.get(GlobalPlan)
         proposal = RankProposal(
             self.store.url,
             self.options.common,
@@ -319,7 +395,7 @@ class _Agreement:
         )
         if not self.previous.running:
             compare = self.options.verify_replicas
-            proposal.inventory = digest_of(self.described.inventory)
+            proposal.inventory = json_digest(self.described.inventory)
             proposal.own_values = self.described.own_values
             with write_errors_wrapped(self.store.url):
                 self.contents = content_digests(self.described, compare)
@@ -332,7 +408,7 @@ class _Agreement:
         """Rank 0's reply to the proposals: refuses, skips, or names the ranks that send more."""
         self.proposals = proposals = decode_each(received, RankProposal)
         check_arguments(proposals)
-        decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
+        decision = self.decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
         if self.options.background.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
@@ -341,10 +417,9 @@ class _Agreement:
         inventories = {proposals[rank].inventory for rank in decision.representatives}
         decision.contents_differ = len(inventories) < len(decision.representatives)
         if not decision.representatives:
-            decision.boxes = self._boxes_to_compare(decision.key, None)
+            decision.boxes = self._boxes_to_compare(None)
         decision.plan_is_cached = all(each.cached_plan == decision.key for each in proposals.values())
         decision.conflict = bool(conflicting_ranks({rank: each.pieces for rank, each in proposals.items()}))
-        self.decision = decision
         self._finish_look()
         return self._conclusion(decision, last=not decision.representatives and not decision.boxes)
 
@@ -352,11 +427,22 @@ class _Agreement:
         """Rank 0's reply; more messages follow the last one in a branch, unless only the plan is wanted."""
         return Conclusion(result, last, settle=self.options.plan_only)
 
-    def _boxes_to_compare(self, key: str, merged: GlobalTree | None) -> Boxes:
-        """On rank 0: what listed pieces have in common, small boxes only where large replicas are not compared."""
-        boxes = contested_boxes(self.comm, key, merged, self.described.inventory)
+    def _boxes_to_compare(self, merged: GlobalTree | None) -> Boxes:
+        """On rank 0: what listed pieces have in common, small boxes only where large replicas are not compared.
+
+        Args:
+            merged: the global tree; None if this rank has kept it, or all inventories are equal.
+        """
+        contested = self.comm.state.get(ContestedBoxes)
+        if contested is None or contested.key != self.decision.key:
+            if merged is None and (kept := self._kept_plan()) is not None:
+                merged = kept.global_tree
+            if merged is None and any(isinstance(leaf.layout, BoxLayout) for leaf in self.described.inventory.leaves):
+                merged = self._replicated_tree()
+            contested = ContestedBoxes(self.decision.key, overlapping_pieces(merged) if merged is not None else [])
+            self.comm.state.put(contested)
         large = self.options.verify_replicas is not False
-        return tuple((path, box) for path, box, nbytes in boxes if large or nbytes <= SMALL_LEAF_NBYTES)
+        return tuple((path, box) for path, box, nbytes in contested.boxes if large or nbytes <= SMALL_LEAF_NBYTES)
 
     # step 2: trees ----------------------------------------------------------------------------------------------------
     def _rank_tree(self) -> bytes:
@@ -381,7 +467,7 @@ class _Agreement:
             digests = {rank: proposal.inventory for rank, proposal in self.proposals.items()}
             merged = merge_inventories(digests, trees, self.comm.size)
         compare_contents({rank: each.contents for rank, each in trees.items()})
-        boxes = self._boxes_to_compare(self.decision.key, merged)
+        boxes = self._boxes_to_compare(merged)
         common = common_paths(trees.values()) if merged is not None else ()
         return self._conclusion(MergedTree(merged, boxes, common), last=not boxes)
 
@@ -394,13 +480,38 @@ class _Agreement:
         compare_boxes(self.boxes, decode_each(received, BoxDigests))
         return self._conclusion(None, last=True)
 
+    # the plan, which the comm keeps for the next save of the same tree ------------------------------------------------
+    def _kept_plan(self) -> GlobalPlan | None:
+        """Returns the plan of the save before, if the inventories have the same key."""
+        plan = self.comm.state.get(GlobalPlan)
+        return plan if plan is not None and plan.key == self.decision.key else None
+
+    def _replicated_tree(self) -> GlobalTree:
+        """Returns the global tree of ranks that all have this one's inventory."""
+        ranks = encode_runs(range(self.comm.size))
+        return merge_rank_trees([RankClass(ranks, self.described.inventory)], self.comm.size)
+
+    def _plan(self, merged: GlobalTree | None) -> GlobalPlan:
+        """Returns the plan, kept or computed; raises LayoutError for pieces that do not make up their array.
+
+        Args:
+            merged: as for `_boxes_to_compare`.
+        """
+        limit, kept = self.options.max_shard_bytes, self._kept_plan()
+        if kept is not None:
+            if kept.max_shard_bytes == limit:
+                return kept
+            merged = merged or kept.global_tree
+        plan = compute_plan(self.decision.key, merged or self._replicated_tree(), self.comm.rank, limit)
+        self.comm.state.put(plan)
+        return plan
+
     # the result -------------------------------------------------------------------------------------------------------
     def _agreed(self, merged: GlobalTree | None) -> AgreedSave:
         rank, plan, error = self.comm.rank, None, None
         try:
             with self.recorder.span("plan"):
-                inventory, limit = self.described.inventory, self.options.max_shard_bytes
-                plan = get_plan(self.comm, self.decision.key, merged, inventory, limit)
+                plan = self._plan(merged)
                 place_table_rows(self.described, plan.global_tree, rank)
         except Exception as failed:
             error = wrap_write_error(failed, self.store.url)
@@ -432,3 +543,160 @@ class _Agreement:
             look=self.look,
             record=self.record,
         )
+
+
+# what the coordinator concludes: nothing here waits -------------------------------------------------------------------
+
+
+def check_arguments(proposals: Mapping[int, RankProposal]) -> None:
+    """Raises MismatchError, naming the argument and the rank, for calls of save that contradict each other."""
+    first = proposals[0]
+    expected = {"path": first.path, **msgspec.structs.asdict(first.options)}
+    for rank, proposal in proposals.items():
+        if proposal.path == first.path and proposal.options == first.options:
+            continue
+        found = {"path": proposal.path, **msgspec.structs.asdict(proposal.options)}
+        name = next(name for name, value in expected.items() if found[name] != value)
+        raise MismatchError(
+            first.path,
+            expected=f"the same {name} on every rank, as {expected[name]!r} on rank 0",
+            found=f"{found[name]!r} on rank {rank}",
+            hint="Call save with the same arguments on every rank",
+        )
+    for rank, proposal in proposals.items():
+        for key, content in proposal.metadata.items():
+            if first.metadata.get(key) != content:
+                raise MismatchError(
+                    f"custom_metadata/{key}",
+                    expected="on every rank what rank 0 gives, which is kept, or nothing",
+                    found=f"another value on rank {rank}" if key in first.metadata else f"it on rank {rank} alone",
+                    hint="Give the same on every rank, or on rank 0 alone; what each rank has of its own belongs into "
+                    "the tree, in tc.PerRank",
+                )
+        for name, content in proposal.files.items():
+            if name not in first.files or content not in ("", first.files[name]):
+                raise MismatchError(
+                    f"files/{name}",
+                    expected="on every rank what rank 0 gives, which is kept, or nothing",
+                    found=f"another content on rank {rank}" if name in first.files else f"it on rank {rank} alone",
+                    hint="Give files on rank 0 alone, or the same on every rank",
+                )
+
+
+def check_idle(path: str, running: Mapping[int, str]) -> None:
+    """Checks that no rank is still busy with an earlier save.
+
+    Args:
+        running: of each rank the path of that save, empty for none.
+
+    Raises:
+        CheckpointError: one is; it names the save and the rank.
+    """
+    for rank, busy in running.items():
+        if busy:
+            raise CheckpointError(
+                path,
+                expected="no save under way",
+                found=f"that of {busy}, on rank {rank}",
+                hint='Save less often, or pass BackgroundOptions(busy="wait") or busy="skip"',
+            )
+
+
+def plan_key(proposals: Mapping[int, RankProposal]) -> str:
+    """Returns the key of the plan that follows from all ranks' inventories."""
+    return xxhash.xxh3_128_hexdigest(b"".join(proposals[rank].inventory for rank in sorted(proposals)))
+
+
+def representatives(proposals: Mapping[int, RankProposal]) -> tuple[int, ...]:
+    """Returns one rank for each kind of tree, and for each content of shared pieces; none if all ranks are equal."""
+    kinds: dict[tuple[bytes, bytes], int] = {}
+    for rank, proposal in sorted(proposals.items()):
+        kinds.setdefault((proposal.inventory, proposal.contents), rank)
+    conflicting = conflicting_ranks({rank: proposal.pieces for rank, proposal in proposals.items()})
+    return tuple(sorted({*kinds.values(), *conflicting})) if len(kinds) > 1 or conflicting else ()
+
+
+def common_paths(trees: Iterable[RankTree]) -> tuple[str, ...]:
+    """Returns the paths that are in several of the inventories that representatives have sent."""
+    distinct = {json_digest(one): one for tree in trees if (one := tree.inventory) is not None}
+    counts = Counter(leaf.path for one in distinct.values() for leaf in one.leaves)
+    return tuple(path for path, count in counts.items() if count > 1)
+
+
+def digest_groups(groups: Iterable[Mapping[str, bytes]]) -> dict[bytes, bytes]:
+    """Returns for each group of pieces, given by key and digest, one digest of the keys and one of the contents."""
+    return {json_digest(list(group)): json_digest(list(group.values())) for group in groups}
+
+
+def conflicting_ranks(pieces: Mapping[int, Mapping[bytes, bytes]]) -> set[int]:
+    """Returns ranks that hold the same pieces with different contents by `digest_groups`, one for each content."""
+    holders: dict[bytes, dict[bytes, int]] = {}
+    for rank, groups in sorted(pieces.items()):
+        for keys, contents in groups.items():
+            holders.setdefault(keys, {}).setdefault(contents, rank)
+    return {rank for contents in holders.values() if len(contents) > 1 for rank in contents.values()}
+
+
+def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
+    """Compares digests of what replicas must have in common.
+
+    Raises:
+        MismatchError: naming the leaf and the ranks.
+        LayoutError: pieces that overlap in part.
+    """
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, digests in contents.items():
+        for path, content in digests.items():
+            first, expected = seen.setdefault(path, (rank, content))
+            if content != expected:
+                raise MismatchError(
+                    _readable_key(path),
+                    expected=f"the same content on every rank that holds it, as on rank {first}",
+                    found=f"another on rank {rank}",
+                    hint="Wrap what each rank has of its own in tc.PerRank, and that of which rank 0's counts in "
+                    "tc.FromRank; if they should be equal, find out why not",
+                )
+    check_disjoint([(first, path) for path, (first, _) in seen.items()])
+
+
+def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDigests]) -> None:
+    """Compares what pieces have in common; raises MismatchError, naming the box and the ranks, where it differs."""
+    seen: dict[int, tuple[int, bytes]] = {}
+    for rank, own in sorted(found.items()):
+        for number, content in own:
+            first, expected = seen.setdefault(number, (rank, content))
+            if content != expected:
+                path, box = boxes[number]
+                raise MismatchError(
+                    _readable_key(piece_key(path, box)),
+                    expected=f"the same content in every piece that holds it, as on rank {first}",
+                    found=f"another on rank {rank}" if rank != first else "another in a second piece there",
+                    hint="Check the offsets and the global shape given to tc.Sharded; if ranks should agree, find out "
+                    "why they do not. What each rank has of its own belongs into tc.PerRank",
+                )
+
+
+def _readable_key(key: str) -> str:
+    """Returns a path, or a `piece_key`, as text for errors."""
+    return key.replace("\0", "@", 1).replace("\0", "+", 1)
+
+
+def merge_inventories(digests: Mapping[int, bytes], trees: Mapping[int, RankTree], world: int) -> GlobalTree:
+    """Merges all inventories into one global tree.
+
+    Args:
+        digests: of every rank's inventory.
+        trees: of at least the lowest rank of each digest.
+
+    Raises:
+        MismatchError, LayoutError: ranks contradict each other.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for rank, inventory_digest in sorted(digests.items()):
+        groups.setdefault(inventory_digest, []).append(rank)
+    classes: list[RankClass] = []
+    for ranks in groups.values():
+        inventory = trees[ranks[0]].inventory
+        assert inventory is not None, "the first rank of each kind sends it"
+        classes.append(RankClass(encode_runs(ranks), inventory))
+    return merge_rank_trees(classes, world)

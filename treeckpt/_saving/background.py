@@ -18,24 +18,22 @@ from typing import Any, cast
 import msgspec
 
 from .._core.format.timings import BLOCKING
+from .._core.planning.save_plan import GlobalPlan
 from .._io.comm.comm import Comm, base_of
 from .._io.comm.message_store import answer_limit, answers_within
 from .._io.os_errors import wrap_write_error
-from .._io.process_end import is_ending
+from .._io.process import is_ending
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.store import MemoryStore, Store
 from .._io.timing import Recorder
 from .._threads import start_thread
 from ..errors import CheckpointError, TreeckptError
 from ..reports import SaveReport
-from . import at_exit
 from .agree import AgreedSave, agree
-from .future import Pending
 from .options import SaveOptions, WriterKind
-from .plan_cache import GlobalPlan
 from .process_channel import WriterGone, passes_files
 from .save import complete, save_report
-from .session import Session, session_of
+from .session import Pending, Session, forget_at_exit, session_of, wait_at_exit
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
 from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
 from .writer_process import ProcessWriter
@@ -105,11 +103,11 @@ def save_async_tree(
             save.blocked_seconds = time.perf_counter() - begin
             recorder.add(BLOCKING, recorder.created_ns, recorder.now())
             session.current = pending
-            if not at_exit.wait_at_exit(pending) or start_thread(save.run, "treeckpt-save") is None:
+            if not wait_at_exit(pending) or start_thread(save.run, "treeckpt-save") is None:
                 # or here: the process ends, or may have no more threads
                 if not is_ending():
                     _log.warning("%s: the calling thread writes, as none can be started", store.url)
-                at_exit.forget_at_exit(pending)
+                forget_at_exit(pending)
                 save.run(here=True)
                 pending.result()
         except BaseException as error:  # Ctrl-C
@@ -209,7 +207,17 @@ class _BackgroundSave:
         plan, source = self._plan, None
         if self._error is None and self._lease is not None:
             if self._address is not None and not here:  # Ctrl-C may not come between a request to it and the answer
-                return ProcessWriter(self._session.writer, agreed, plan, self._lease.arena, self._address)
+                return ProcessWriter(
+                    self._session.writer,
+                    agreed.store,
+                    agreed.info,
+                    plan,
+                    agreed.recorder,
+                    arena=self._lease.arena,
+                    address=self._address,
+                    timeout=agreed.comm.timeout,
+                    record=agreed.record,
+                )
             source = StagedShardSource(plan, self._lease.arena.memory)
         return InlineWriter(
             agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error, record=agreed.record

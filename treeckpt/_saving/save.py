@@ -4,7 +4,7 @@
    creates a shard, and then looks at the path.
 2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
 3. Every rank reports. If all have written, the coordinator waits until nothing is about to take the index away or to
-   replace it (`_io.storage.index_lock`), and publishes the index, which is the commit, and the
+   replace it (`_io.storage.deletions`), and publishes the index, which is the commit, and the
    timings: before it on a file system, at the same time in an object store.
    A save of one rank to an object store looks at the path while its upload begins; no byte is sent before the answer.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
@@ -26,17 +26,19 @@ import socket
 import msgspec
 
 from .._core.format.decoding import decode_msgpack
+from .._core.format.files import stored_name
+from .._io.comm.collective import raise_faults, silent_faults, to_fault
 from .._io.comm.comm import Comm
-from .._io.comm.failures import raise_faults, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.public_calls import gc_paused
 from .._io.storage.store import Store
 from .._io.timing import Recorder
+from .._threads import ThreadPool
 from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
 from .options import SaveOptions
-from .session import previous_save
+from .session import PreviousSave, Session
 from .shard_writer import (
     PUBLISHED_HINT,
     UNANSWERED_HINT,
@@ -49,12 +51,15 @@ from .shard_writer import (
     shard_names,
     written_names,
 )
-from .sidecar_files import write_sidecars
+
+SIDECAR_WRITERS = 8
+"""Sidecar files that are written at a time: to an object store each takes a request."""
 
 
 def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> SaveReport:
     """Saves a tree; see `treeckpt.save`."""
-    previous = previous_save(comm)
+    session = comm.state.get(Session)
+    previous = PreviousSave() if session is None else session.previous("wait", None)
     recorder = Recorder(comm.rank)
     with gc_paused(), recorder.span("save"):
         agreed = agree(store, tree, comm, options, recorder, previous)
@@ -130,12 +135,17 @@ def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> Com
 
 
 def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> WriteReport:
-    """Writes the sidecar files, on rank 0; returns the report, with the fault if that fails."""
+    """Writes the sidecar files durably, on rank 0; returns the report, with the fault if that fails."""
     if not agreed.files or report.fault is not None:
         return report
+
+    def write(name: str) -> None:  # under a name that no other save uses
+        agreed.store.publish(stored_name(agreed.info.save_id, name), agreed.files[name], replace=True)
+
     try:
-        with agreed.recorder.span("write files", sum(map(len, agreed.files.values()))):
-            write_sidecars(agreed.store, agreed.info.save_id, agreed.files)
+        nbytes = sum(map(len, agreed.files.values()))
+        with agreed.recorder.span("write files", nbytes), ThreadPool(SIDECAR_WRITERS, "treeckpt-files") as pool:
+            list(pool.map(write, agreed.files))
     except Exception as failed:
         writer.error = wrap_write_error(failed, agreed.store.url)
         return msgspec.structs.replace(report, fault=to_fault(writer.error, agreed.info.rank))

@@ -30,17 +30,15 @@ import numpy as np
 from .._arrays.base import HostArray, HostMemory, SourcePiece
 from .._core.format.shard_header import (
     BLOCK,
-    ShardHeader,
     block_count,
-    encode_header,
     hash_block,
     hash_parts,
     with_hashes,
 )
 from .._core.planning.save_plan import FilePlan, PlannedEntry
 from .._core.sharding.region import Region, tiles
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
-from .._io.storage.progress_file import ProgressRecorder
 from .._io.storage.store import Store, Writer
 from .._io.timing import Recorder
 from .._threads import ThreadPool
@@ -66,11 +64,12 @@ IN_PLACE = 256 << 10
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """One shard to write: its entries, its name, and a header that lacks only the checksums."""
+    """One shard to write."""
 
     plan: FilePlan
     name: str
-    header: ShardHeader
+    header: bytes
+    """The encoded header, with zeros in the place of the checksums."""
 
 
 class ShardSource(Protocol):
@@ -95,19 +94,31 @@ class _GivenUp(Exception):
     """Ends the writing of a shard where another one failed, or the save was interrupted."""
 
 
-class WriteGates(msgspec.Struct, frozen=True):
-    """What the writing of shards waits for, and what ends it."""
+Buffers = queue.SimpleQueue[memoryview]
 
+
+class ShardWriting(msgspec.Struct):
+    """How the shards of a rank are written: from where and to where, what that waits for, and what ends it."""
+
+    store: Store
+    source: ShardSource
+    recorder: Recorder
     record: ProgressRecorder
-    """Gets the bytes of each block of data that was written."""
+    """It gets the bytes of each block of data that was written."""
     begun: Future[None] | None = None
-    """Of what must have succeeded before a byte is written, but not before uploads are begun and data is hashed."""
+    """What must have succeeded before a byte is written, but not before uploads are begun and data is hashed."""
     recorded: Future[None] | None = None
-    """Of what, beside that, must have succeeded before a shard is complete."""
+    """What must have succeeded besides before a shard is complete."""
     on_interrupt: Callable[[BaseException], None] = lambda error: None
-    """Called at an interrupt of the thread that writes, before other threads have ended."""
+    """It is called at an interrupt of the thread that writes, before other threads have ended."""
     given_up: Event = msgspec.field(default_factory=Event)
-    """Set where a shard failed, or the save was interrupted: then the writing of all others ends."""
+    """It is set where a shard failed, or the save was interrupted: then the writing of all others ends."""
+    pool: ThreadPool | None = None
+    """It hashes, and writes to a disk; None where the calling thread does so."""
+    free: Buffers = msgspec.field(default_factory=Buffers)
+    """The buffers to fill."""
+    copies: int = 0
+    """The largest number of bytes of the copies of one shard that is being sent."""
 
     def before_first(self) -> None:
         """Waits before the first byte of a shard."""
@@ -130,58 +141,35 @@ class WriteGates(msgspec.Struct, frozen=True):
         if self.given_up.is_set():
             raise _GivenUp
 
-
-Buffers = queue.SimpleQueue[memoryview]
-
-
-class _Writing(msgspec.Struct, frozen=True):
-    """What all shards of a save are written with."""
-
-    store: Store
-    source: ShardSource
-    recorder: Recorder
-    gates: WriteGates
-    pool: ThreadPool | None
-    """Hashes, and writes to a disk; None where the calling thread does so."""
-    free: Buffers
-    """Buffers to fill."""
-    copies: int
-    """Bytes of the copies of one shard that is being sent."""
+    def commit(self, writer: Writer) -> None:
+        """Makes a file complete and durable."""
+        self.before_commit()
+        start = self.recorder.now()
+        writer.commit()
+        self.recorder.add("fsync", start, self.recorder.now())
 
 
-def write_files(
-    store: Store,
-    files: Sequence[ShardFile],
-    source: ShardSource,
-    recorder: Recorder,
-    gates: WriteGates,
-) -> list[tuple[int, int]]:
-    """Writes a rank's shards, durably; returns (bytes of the header, bytes of the data) of each file."""
-    largest, sends = max((file.plan.nbytes for file in files), default=0), store.traits.far
-    free: Buffers = queue.SimpleQueue()
+def write_files(writing: ShardWriting, files: Sequence[ShardFile]) -> None:
+    """Writes a rank's shards, durably."""
+    largest, sends = max((file.plan.nbytes for file in files), default=0), writing.store.traits.far
     # one thread for what fits into one buffer: others would have nothing to do beside it, and take longer to start
     single = largest <= BUFFER and not sends
     for _ in range(1 if single else BUFFER_COUNT):
-        free.put(aligned_buffer(BUFFER, huge=largest >= BUFFER))
+        writing.free.put(aligned_buffer(BUFFER, huge=largest >= BUFFER))
     at_once = min(UPLOADS, len(files)) if sends else 1
-    headers = [encode_header(file.header) for file in files]
-    sizes = [(len(header), file.plan.nbytes) for header, file in zip(headers, files, strict=True)]
-    with contextlib.nullcontext() if single else ThreadPool(WRITE_THREADS, "treeckpt-write") as pool:
-        writing = _Writing(
-            store, source, recorder=recorder, gates=gates, pool=pool, free=free, copies=COPIES // max(at_once, 1)
-        )
+    writing.copies = COPIES // max(at_once, 1)
+    sizes = [len(file.header) + file.plan.nbytes for file in files]
+    with contextlib.nullcontext() if single else ThreadPool(WRITE_THREADS, "treeckpt-write") as writing.pool:
         if sends and files:  # in threads also one shard: a request cannot be interrupted, the wait for it can
-            with recorder.span("write", sum(map(sum, sizes))):
-                calls = [partial(_write_file, writing, *one) for one in zip(files, headers, strict=True)]
-                _call_side_by_side(calls, at_once, gates)
-            return sizes
-        for file, header, size in zip(files, headers, sizes, strict=True):
-            with recorder.span("write", sum(size)):
-                _write_file(writing, file, header)
-    return sizes
+            with writing.recorder.span("write", sum(sizes)):
+                _call_side_by_side([partial(_write_file, writing, file) for file in files], at_once, writing)
+            return
+        for file, size in zip(files, sizes, strict=True):
+            with writing.recorder.span("write", size):
+                _write_file(writing, file)
 
 
-def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, gates: WriteGates) -> None:
+def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, writing: ShardWriting) -> None:
     """Calls functions in threads; gives the others up, and raises, at the first error or interrupt."""
     with ThreadPool(at_once, "treeckpt-shard") as pool:
         try:
@@ -189,21 +177,21 @@ def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, gates:
             for future in wait(pending, return_when=FIRST_EXCEPTION).done:
                 future.result()
         except BaseException as error:
-            gates.given_up.set()
+            writing.given_up.set()
             if not isinstance(error, Exception):
-                gates.on_interrupt(error)
+                writing.on_interrupt(error)
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _write_file(writing: _Writing, file: ShardFile, header: bytes) -> None:
+def _write_file(writing: ShardWriting, file: ShardFile) -> None:
     for tried in range(1, SENDINGS + 1):
-        writer = writing.store.create(file.name, len(header) + file.plan.nbytes)
+        writer = writing.store.create(file.name, len(file.header) + file.plan.nbytes)
         try:
             if writer.ordered:
-                _upload(writing, file, writer, header)
+                _upload(writing, file, writer)
             else:
-                _write_in_place(writing, file, writer, header)
+                _write_in_place(writing, file, writer)
             return
         except BaseException as error:
             writer.abort()
@@ -213,20 +201,12 @@ def _write_file(writing: _Writing, file: ShardFile, header: bytes) -> None:
                 raise
 
 
-def _commit_writer(writing: _Writing, writer: Writer) -> None:
-    """Makes a file complete and durable."""
-    writing.gates.before_commit()
-    start = writing.recorder.now()
-    writer.commit()
-    writing.recorder.add("fsync", start, writing.recorder.now())
-
-
 # to a disk ------------------------------------------------------------------------------------------------------------
 
 
-def _write_in_place(writing: _Writing, file: ShardFile, writer: Writer, header: bytes) -> None:
-    writing.gates.before_first()
-    start, data = writing.recorder.now(), BufferedWriter(writer, len(header), file.plan.nbytes, writing)
+def _write_in_place(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:
+    writing.before_first()
+    start, data = writing.recorder.now(), BufferedWriter(writer, len(file.header), file.plan.nbytes, writing)
     try:
         for write in file.plan.writes:
             append_entry(data, write, writing.source.pieces(write.leaf))
@@ -234,10 +214,10 @@ def _write_in_place(writing: _Writing, file: ShardFile, writer: Writer, header: 
     finally:
         data.drain()
     writing.recorder.add("hash", start, start + data.hash_ns, file.plan.nbytes)
-    head = aligned_buffer(len(header))
-    head[:] = with_hashes(header, data.hashes)
+    head = aligned_buffer(len(file.header))
+    head[:] = with_hashes(file.header, data.hashes)
     writer.write(0, head)
-    _commit_writer(writing, writer)
+    writing.commit(writer)
 
 
 class BufferedWriter:
@@ -248,7 +228,7 @@ class BufferedWriter:
         nbytes: of the data area.
     """
 
-    def __init__(self, writer: Writer, base: int, nbytes: int, writing: _Writing) -> None:
+    def __init__(self, writer: Writer, base: int, nbytes: int, writing: ShardWriting) -> None:
         self._writer, self._base, self._writing, self._free = writer, base, writing, writing.free
         self.hashes = [0] * block_count(nbytes)
         self.hash_ns = 0
@@ -332,7 +312,7 @@ class BufferedWriter:
         with self._lock:
             self.hash_ns += hash_ns
         self._writer.write(self._base + start, block[:nbytes])
-        self._writing.gates.count(nbytes)
+        self._writing.count(nbytes)
 
     def _reap(self) -> None:
         """Forgets the blocks that are written; raises the error of one that failed."""
@@ -474,12 +454,12 @@ class _AreaHasher:
         return self._hashes
 
 
-def _upload(writing: _Writing, file: ShardFile, writer: Writer, header: bytes) -> None:
+def _upload(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:
     upload = _ShardUpload(file.plan, writing)
     try:
-        stayed = upload.send(writer, header)
+        stayed = upload.send(writer, file.header)
     except StoreError:
-        writing.gates.count(-upload.counted)
+        writing.count(-upload.counted)
         raise
     if not stayed:
         writing.store.delete(file.name)
@@ -494,7 +474,7 @@ def _upload(writing: _Writing, file: ShardFile, writer: Writer, header: bytes) -
 class _ShardUpload:
     """Sends one shard; a block counts as written when it is handed over to be sent."""
 
-    def __init__(self, plan: FilePlan, writing: _Writing) -> None:
+    def __init__(self, plan: FilePlan, writing: ShardWriting) -> None:
         assert writing.pool is not None, "it is there wherever shards are sent"
         self._plan, self._writing, self._pool = plan, writing, writing.pool
         # the part that is not complete yet keeps its copies, and no part is longer than 1/4096 of a large shard
@@ -523,7 +503,7 @@ class _ShardUpload:
     def send(self, writer: Writer, header: bytes) -> bool:
         """Sends header and data, and commits; returns whether the data stayed as it was meanwhile."""
         hashes = self._hash()
-        self._writing.gates.before_first()
+        self._writing.before_first()
         self._writer, self._at = writer, 0
         self._write(np.frombuffer(with_hashes(header, hashes), np.uint8))
         again = _AreaHasher(self._plan.nbytes, self._pool)
@@ -535,7 +515,7 @@ class _ShardUpload:
                 self._send(piece)
             for piece in () if self._writing.source.private else kept:
                 again.add(piece)  # while the last parts are being sent
-        _commit_writer(self._writing, writer)
+        self._writing.commit(writer)
         return (kept is not None and self._writing.source.private) or again.finish() == hashes
 
     def _hash(self) -> list[int]:
@@ -554,7 +534,7 @@ class _ShardUpload:
         for low in range(0, len(piece), BUFFER):
             block = piece[low : low + BUFFER]
             self._write(block)
-            self._writing.gates.count(len(block))
+            self._writing.count(len(block))
             self.counted += len(block)
 
     def _write(self, block: np.ndarray) -> None:

@@ -19,33 +19,27 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.build_index import build_index
-from .._core.format.file_names import parse_file_name
+from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
-from .._core.format.records import FileTable, Index, file_table
-from .._core.format.save_progress import Progress
-from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, shard_name
-from .._core.format.sidecars import Sidecar, stored_name
+from .._core.format.records import FileTable, Index, build_index, file_table
+from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from .._core.planning.save_plan import ChunkOffsets, FilePlan, SingleChunkOffset
+from .._core.planning.save_plan import ChunkOffsets, FilePlan, GlobalPlan, SingleChunkOffset
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.value_codec import Value
-from .._io.comm.failures import Fault, to_fault
-from .._io.os_errors import wrap_write_error
-from .._io.storage.index_lock import take_back_index, unlocked_sizes
-from .._io.storage.late_requests import send_late
-from .._io.storage.leftovers import clear_leftovers, delete_files
-from .._io.storage.metadata_files import read_index
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.comm.collective import Fault, to_fault
+from .._io.os_errors import FULL, wrap_write_error, write_errors_wrapped
+from .._io.process import send_late
+from .._io.storage.checkpoint import read_index
+from .._io.storage.deletions import clear_leftovers, delete_files, restore_index, take_back_index, unlocked_sizes
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
 from .options import CommonOptions
-from .path_look import PathLook
-from .plan_cache import GlobalPlan
-from .shard_files import ShardFile, ShardSource, WriteGates, write_files
+from .shard_files import ShardFile, ShardSource, ShardWriting, write_files
 
 FileRow = tuple[int, int, int, int, int]
 """(rank, part, stream, nbytes, header) of a shard."""
@@ -155,6 +149,91 @@ class TreeShardSource(msgspec.Struct, frozen=True):
         return self.sources[self.plan.leaf(leaf).path].pieces
 
 
+def first_progress(save_id: str, rank: int, world: int, step: int | None, now: int) -> Progress:
+    """Returns what the progress record of a rank says as its save begins; `now` in nanoseconds since 1970."""
+    return Progress(
+        save_id, rank, world=world, step=step, phase="write", written=0, planned=0, started_ns=now, updated_ns=now
+    )
+
+
+class PathLook:
+    """Rank 0's look at the path of a save, which writes the save's progress record first.
+
+    An object store is asked for its files and for the record at once, and answers meanwhile.
+
+    Args:
+        record: it is to be ended with the save, however that ends.
+        overwrite: whether a checkpoint may be replaced.
+    """
+
+    def __init__(self, store: Store, record: ProgressRecorder, *, overwrite: bool) -> None:
+        self._store, self.record, self._overwrite, self._listing = store, record, overwrite, None
+        if store.traits.conditional:
+            store.prepare()
+            self._listing = call_in_thread(store.sizes, "treeckpt-listing")
+            self._recorded = call_in_thread(self.record.begin, "treeckpt-record")
+
+    def result(self) -> str:
+        """Makes the directory and removes leftovers; returns the id of the save that is to be replaced, "" for none.
+
+        Raises:
+            CheckpointExists: a checkpoint is there and must not be replaced.
+            CheckpointError: the directory cannot be made, listed or written.
+        """
+        try:
+            with write_errors_wrapped(self._store.url, expected="a directory that can be made and written"):
+                return self._result()
+        except BaseException:
+            self.record.end()
+            raise
+
+    def _result(self) -> str:
+        store = self._store
+        if self._listing is None:
+            store.prepare()
+            try:
+                self.record.begin()
+            except OSError as error:
+                names = self._names()
+                if error.errno not in FULL:
+                    raise
+                self._clear(names)  # what fills the disk may be what dead saves left here
+                self.record.begin()
+            names = self._names()
+        else:
+            names = self._listing.result()
+            self._check_absent(names)
+            self._recorded.result()
+        return self._clear(names)
+
+    def _names(self) -> dict[str, int]:
+        """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
+        names = self._store.sizes()
+        if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
+            names = self._store.sizes()
+        self._check_absent(names)
+        return names
+
+    def _clear(self, names: dict[str, int]) -> str:
+        """Removes leftovers; returns the id of the save that is to be replaced, "" for none."""
+        replaced = ""
+        if INDEX_NAME in names:
+            with contextlib.suppress(CheckpointError):
+                # what cannot be read can be overwritten; its shards stay for rebuild-index until then
+                replaced = read_index(self._store).save_id
+        clear_leftovers(self._store, names.keys() - {self.record.name}, known=replaced)
+        return replaced
+
+    def _check_absent(self, names: dict[str, int]) -> None:
+        if INDEX_NAME in names and not self._overwrite:
+            raise CheckpointExists(
+                self._store.url,
+                expected="no checkpoint",
+                found="one",
+                hint="Save to another path, or pass overwrite=True",
+            )
+
+
 class InlineWriter:
     """Writes in this process.
 
@@ -219,20 +298,25 @@ class InlineWriter:
             assert plan is not None and source is not None, "a rank without them has an error"
             self._begin_record(plan.own.nbytes)
             assert self._note is not None, "it was just set"
-            gates = WriteGates(self._note, self._begun, self._recorded, on_interrupt)
             manifest = manifest_of(info, plan)
             files = [
-                ShardFile(entries, name, shard_header(info, plan, file, manifest if file.part == 0 else None))
+                ShardFile(entries, name, encode_header(shard_header(info, plan, file, manifest)))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
             ]
-            sizes = write_files(self._store, files, source, self.recorder, gates)
-            gates.before_commit()  # a rank without shards has not waited yet
+            writing = ShardWriting(
+                self._store,
+                source,
+                self.recorder,
+                record=self._note,
+                begun=self._begun,
+                recorded=self._recorded,
+                on_interrupt=on_interrupt,
+            )
+            write_files(writing, files)
+            writing.before_commit()  # a rank without shards has not waited yet
             self._note.commit()
             self._written = True
-            rows = [
-                (info.rank, file.part, file.stream, nbytes, header)
-                for file, (header, nbytes) in zip(plan.own.files, sizes, strict=True)
-            ]
+            rows = [(info.rank, file.plan.part, file.plan.stream, file.plan.nbytes, len(file.header)) for file in files]
             return WriteReport(None, tuple(rows))
         except Exception as error:
             wait([future for future in (self._begun, self._recorded) if future is not None])
@@ -245,18 +329,7 @@ class InlineWriter:
         """Begins or continues the progress record; in an object store threads do what waits for an answer."""
         store, info, note = self._store, self._info, self._note
         if note is None:
-            now = time.time_ns()
-            first = Progress(
-                info.save_id,
-                info.rank,
-                world=info.world,
-                step=info.options.step,
-                phase="write",
-                written=0,
-                planned=planned,
-                started_ns=now,
-                updated_ns=now,
-            )
+            first = first_progress(info.save_id, info.rank, info.world, info.options.step, time.time_ns())
             note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
         note.expect(planned)
         if not store.traits.conditional:
@@ -421,7 +494,7 @@ def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
 
 
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
-    """Returns the header of a shard, with zeros in the place of the checksums."""
+    """Returns the header of a shard, with zeros in the place of the checksums, and the manifest in the first one."""
     entries: list[ShardEntry] = []
     for write in file.writes:
         leaf = plan.leaf(write.leaf)
@@ -436,14 +509,14 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
         stream=file.stream,
         entries=tuple(entries),
         hashes=(0,) * block_count(file.nbytes),
-        manifest=manifest,
+        manifest=manifest if file.part == 0 else None,
     )
 
 
 def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
     """Returns the index of a save that all ranks have written."""
     rows = [row for report in reports.values() for row in report.files]
-    placed, totals = plan.placement()
+    placed, totals = plan.placement
     for rank, report in reports.items():
         written = sum(row[3] for row in report.files)
         if written != totals[rank]:

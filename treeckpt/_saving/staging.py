@@ -29,12 +29,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from .._arrays.base import Box, HostArray, HostMemory, SourcePiece
-from .._arrays.threads import WorkerThreads
-from .._core.planning.save_plan import FilePlan, PlannedEntry
+from .._core.planning.save_plan import FilePlan, GlobalPlan, PlannedEntry
 from .._core.sharding.region import Region
 from .._io.storage.memory import PAGE_NBYTES, advise_huge_pages, madvise_populate
-from .._threads import ThreadPool
-from .plan_cache import GlobalPlan
+from .._threads import ThreadPool, WorkerThreads
 from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
 PARALLEL_COPY = 1 << 20
@@ -207,18 +205,18 @@ class ArenaPool:
 def order_device_copies() -> None:
     """Has copies from devices wait for the work that the calling thread has started on the devices so far."""
     if "torch" in sys.modules:
-        from .._arrays import cuda
+        from .._arrays.torch import wait_for_current_streams
 
-        cuda.wait_for_current_streams()
+        wait_for_current_streams()
 
 
 def cuda_pinning() -> PinMemory | None:
     """Returns the function that pins memory for a device, in a process that uses one."""
     if "torch" not in sys.modules:
         return None
-    from .._arrays import cuda
+    from .._arrays.torch import pin_function
 
-    return cuda.pin_function()
+    return pin_function()
 
 
 @runtime_checkable

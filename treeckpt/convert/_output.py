@@ -21,14 +21,13 @@ import msgspec
 import numpy as np
 import xxhash
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, tiles
 from .._io.comm.collective import Conclusion, Exchange
 from .._io.comm.comm import Comm
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.local_write import sync_directory
-from .._io.storage.os_files import BINARY, fcntl, sync_file, write_at
+from .._io.storage.local_files import BINARY, fcntl, sync_directory, sync_file, write_at
 from .._threads import ThreadPool
 from ..errors import CheckpointExists, MismatchError
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.lazy import LazyArray
+from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, tiles
 from .._core.tree.spec import ArraySpec

@@ -13,36 +13,27 @@ import msgspec
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._arrays.plain_tensor import dtype_name
 from .._arrays.registry import take_apart
+from .._arrays.torch import dtype_name
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import LeafDifferences, Strict, disjoint, rename_hint, some_of
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path, key_text
 from .._core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError
-from ..rules._reshape_rules import check_scaled
+from ..rules._rules import check_scaled
 from ._groups import BY_SCHEDULERS
 from ._modules import StateDictEntry
-from ._names import key_path
 from ._sources import RestoreSource
 
 
-def check_scales(entries: Sequence[StateDictEntry], leaves: Mapping[str, ArraySpec | None]) -> None:
-    """Refuses casts of float8 without the scales beside it, before anything changes; see `check_scaled`."""
-    for entry in entries:
-        path = f"model/{key_path(entry.key)}"
-        if (spec := leaves.get(path)) is not None:
-            check_scaled(path, (spec.dtype, dtype_name(entry.value.dtype)), leaves)
-
-
-def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cast: bool) -> None:
-    """Compares a tensor of a module without load code of its own with the saved spec; a spec of None is a value.
+def check_entry(entry: StateDictEntry, leaves: Mapping[str, ArraySpec | None], path: str, *, cast: bool) -> None:
+    """Compares a tensor of a module without load code of its own with what was saved at a path.
 
     Raises:
-        MismatchError: kind, shape or dtype differ.
+        MismatchError: kind, shape or dtype differ; or a cast of float8 would leave out the scales beside it.
     """
-    live = entry.value
+    live, spec = entry.value, leaves[path]
     if entry.kind != "value" and is_lazy(live):
         raise MismatchError(
             path,
@@ -67,13 +58,16 @@ def check_entry(entry: StateDictEntry, spec: ArraySpec | None, path: str, *, cas
             found=f"{spec.shape} in the checkpoint",
             hint="Build the model with the sizes that were saved, or rename what is another parameter",
         )
-    if spec.dtype != dtype_name(live.dtype) and not cast:
+    if spec.dtype == (dtype := dtype_name(live.dtype)):
+        return
+    if not cast:
         raise MismatchError(
             path,
-            expected=f"{dtype_name(live.dtype)}, as the model has it",
+            expected=f"{dtype}, as the model has it",
             found=f"{spec.dtype} in the checkpoint",
             hint="Pass cast=True to convert",
         )
+    check_scaled(path, (spec.dtype, dtype), leaves)
 
 
 def check_extra_state(entry: StateDictEntry, path: str) -> None:
@@ -116,11 +110,7 @@ def without_ties(
 ) -> list[str]:
     """Returns the missing paths without those of tensors that are filled under another name."""
     there = {id(entry.value) for entry in filled}
-    tied = {
-        f"model/{key_path(entry.key)}"
-        for entry in entries
-        if isinstance(entry.value, Tensor) and id(entry.value) in there
-    }
+    tied = {entry.path for entry in entries if isinstance(entry.value, Tensor) and id(entry.value) in there}
     return [path for path in missing if path not in tied]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._saving.future import Pending
+from .._saving.session import Pending
 from ._optimizers import optimizer_chain
 
 

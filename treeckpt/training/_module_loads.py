@@ -25,27 +25,29 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from .._arrays.dtensor import is_dtensor, is_sharded_tensor
-from .._arrays.plain_tensor import dtype_name
 from .._arrays.registry import any_in_parts, new_array, parts_adapter
 from .._arrays.stateful import StatePlan, load_code_of, object_states, plan_state
-from .._arrays.torch import torch_dtype
+from .._arrays.torch import dtype_name, torch_dtype
+from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import METADATA
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
+from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode
 from ..errors import MismatchError, TreeckptError
 from ._modules import (
     CleanNames,
+    Key,
     ModelEntries,
     Modules,
     StateDictEntry,
     addresses_of,
+    get_in,
+    key_path,
     live_state_dict,
     local_part,
     named_objects,
     plain_parts,
 )
-from ._names import Key, get_in, key_path
 from ._sources import RestoreSource, children_of, descend, leaves_below, saved_metadata
 
 MOST_KEPT = 256 << 20

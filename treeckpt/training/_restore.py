@@ -21,19 +21,22 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
-from .._core.tree.flatten import PerRank
+from .._core.text import bytes_text, count_text, seconds_text
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
+from .._core.tree.paths import Selection, globs_of
 from .._core.tree.structure import PerRankNode, TensorNode, key_text
 from .._io.comm.comm import Comm, as_comm
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.consistent_reads import on_versions
 from .._loading.execute_shared import open_relay, together
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
-from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
-from ..errors import MismatchError
+from .._loading.overlay import Bank, CheckpointOverlay
+from .._loading.run_load import on_versions
+from ..errors import MismatchError, visible
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
@@ -42,14 +45,13 @@ from ._check_model import (
     check_entry,
     check_extra_state,
     check_keys,
-    check_scales,
     check_tensor_in_parts,
     resolve_ties,
     tied_when_saved,
     without_ties,
 )
 from ._foreign_states import as_training_state
-from ._groups import held_values, put_back
+from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
     Before,
     ExtraState,
@@ -69,22 +71,23 @@ from ._modules import (
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
+    get_in,
+    key_path,
+    nested,
     on_meta,
+    put_in,
     reset_fsdp_shards,
 )
-from ._names import get_in, key_path, nested, put_in
-from ._optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
+from ._optimizer_plan import OptimizerPlan, Schedule, apply_optimizers, plan_optimizers, taken_options
 from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
-from ._rank_state import RankState
-from ._report import RestoreReport
-from ._rng import is_rng, set_rng
-from ._schedules import from_groups, match_schedulers, unused_entries
+from ._rank_state import RankState, is_rng, set_rng
 from ._sources import (
     RestoreSource,
     TreeSource,
     check_globs,
     children_of,
     descend,
+    holds_state_dicts,
     is_stored,
     leaves_below,
     missing_part,
@@ -93,8 +96,95 @@ from ._sources import (
     place_under,
     rules_of,
 )
-from ._taken_options import Schedule, taken_options
 from ._user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
+
+_LISTED = (
+    "missing",
+    "on_meta",
+    "ignored",
+    "unexpected",
+    "dropped",
+    "left_alone",
+    "world_changed",
+    "replaced",
+    "cleared",
+    "passed_over",
+)
+"""The fields of a report whose paths are printed, a line for each."""
+
+
+class RestoreReport(msgspec.Struct, frozen=True):
+    """What a restore filled, and what it did not find.
+
+    >>> report = tc.training.restore(tc.training.state(model, optimizer), model, optimizer)
+    >>> report.missing, report.unexpected
+    ((), ())
+
+    Attributes:
+        path: of the checkpoint.
+        step: training step, as it was passed to save.
+        loaded: leaves of models, optimizers and extra that were filled.
+        nbytes: bytes of the requested arrays, with those of extra states of modules and of an `extra` that comes back
+            here.
+        read_nbytes: bytes of arrays that this rank read.
+        seconds: that the restore took.
+        missing: leaves of the targets that the checkpoint lacks; they stay unchanged.
+        unexpected: leaves of the checkpoint that no target has, as moments and hyper-parameters of another class of
+            optimizer.
+        materialised: tensors that were on the meta device and have memory now.
+        on_meta: tensors that are still on the meta device because they are not saved (non-persistent buffers) or
+            missing. Give them memory and values before the model runs.
+        ignored: what of the checkpoint is without use here: moments of frozen parameters and of options that `keep`
+            turns off, generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does
+            not use, and parts at the root that were not asked for ("scheduler"); and, where no optimizer is restored,
+            what this program cannot make of an `extra` that comes back (a class that it lacks), which is `...` there.
+        loader: what was saved as the loader's position, where that was a tree of values and not an object's state.
+        extra: the saved tree, or the given one, filled; None where it was turned down or not selected. It is read with
+            the rest: checked before anything changes, and not lost with the checkpoint.
+        dropped: leaves that a rule dropped, by their names in the checkpoint.
+        renamed: (saved path, new path) of leaves that rules only renamed.
+        passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
+        left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
+            was saved; and "rng", where it has no random generators and they were not insisted on.
+        world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
+            own.
+        replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others
+            here; those that a training changes by itself, as learning rates, do not count.
+        cleared: state of optimizers here that the checkpoint has none of, as before the first gradient of a parameter:
+            it is gone, and begins anew.
+    """
+
+    path: str
+    step: int | None
+    loaded: int
+    nbytes: int
+    read_nbytes: int
+    seconds: float
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    materialised: tuple[str, ...]
+    on_meta: tuple[str, ...]
+    ignored: tuple[str, ...]
+    loader: Any = None
+    extra: Any = None
+    dropped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+    left_alone: tuple[str, ...] = ()
+    world_changed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            f"restored {self.path}  {count_text(self.loaded, 'leaf', 'leaves')}, "
+            f"{bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
+        ]
+        for name in _LISTED:
+            rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
+        rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        return "\n".join(map(visible, rows))
 
 
 class RestoreTargets(msgspec.Struct, frozen=True):
@@ -228,13 +318,14 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
-        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        arranged = placed
+        if targets.optimizer is not None and holds_state_dicts(placed):
+            arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
         source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
-        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
-        check_scales(job.wanted, source.leaves)
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
@@ -297,14 +388,13 @@ class _Restore:
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
-        names = {key_path(entry.key) for entry in self.entries}
+        names = {entry.full_name for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         self.loads = find_loads(self.targets.model, self.model, self.source)
         with_code = with_load_code(self.entries, self.loads)
         alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
         for entry in self.entries:
-            name = key_path(entry.key)
-            path = f"model/{name}"
+            name, path = entry.full_name, entry.path
             if id(entry) in alone or self._stays(name, is_saved=name in saved):
                 continue
             if entry.kind == "extra":
@@ -326,7 +416,7 @@ class _Restore:
                 if path not in leaves:
                     self.missing.append(path)
                     continue
-                check_entry(entry, leaves[path], path, cast=self.options.cast)
+                check_entry(entry, leaves, path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         self._plan_loads()
@@ -374,7 +464,7 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
             self.extra_states.append(ExtraState(path, entry.module, plan))
 
@@ -383,7 +473,7 @@ class _Restore:
         order = {id(entry): number for number, entry in enumerate(self.entries)}
         coded = list[StateDictEntry]()
         for entry in with_code:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             spec = self.source.leaves.get(path)
             live = entry.value
             if spec is None or not isinstance(live, Tensor) or is_lazy(live):
@@ -423,7 +513,7 @@ class _Restore:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
         parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
-        names = frozenset(key_path(entry.key) for entry in frozen)
+        names = frozenset(entry.full_name for entry in frozen)
         self.plans, differences = plan_optimizers(
             self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
         )
@@ -441,9 +531,11 @@ class _Restore:
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
-        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace)
-        if self.comm.rank == 0:
-            check_generators(loader)
+        if loader is not None:
+            namespace = self.options.namespace
+            check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=namespace)
+            if self.comm.rank == 0:
+                check_generators(loader)
         if loader is not None and self._has("loader", "loader=..."):
             self.loader = self.own.load("loader")
             self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
@@ -513,8 +605,8 @@ class _Restore:
             what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
             how = "those here go on as they are; rng=False says that it is meant"
             _log.warning("%s: %s: %s", self.source.url, what, how)
-        objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
-        if objects and self.extra is not None and self.comm.rank == 0:
+        is_returned = self.optimizers and self.targets.extra is None and self.extra is not None
+        if is_returned and self.comm.rank == 0 and (objects := objects_of_extra(self.source)):
             names = ", ".join(f"extra/{name}" for name in sorted(objects))
             how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
             _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)
@@ -545,7 +637,7 @@ class _Restore:
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
         heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
-        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
+        asked = {entry.path for entry in self.entries if entry.full_name not in self.left}
         check_keys(
             self.missing,
             self.unexpected,
@@ -555,7 +647,7 @@ class _Restore:
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
-                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                here={entry.path: getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
                 reasons=self.reasons,
                 saved=self.source.leaves,
@@ -578,6 +670,7 @@ class _Restore:
             if before is not None:  # the load code may run again, with an older checkpoint
                 before.put_back({})
             raise
+        beside = [getattr(leaf, "nbytes", 0) for _, leaf in flatten(self.own.to_fill, rank=self.comm.rank)[1]]
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
@@ -596,8 +689,8 @@ class _Restore:
         return RestoreReport(
             path=self.source.url,
             step=self.source.step,
-            loaded=sum(load.loaded for load in (filled, *self.filled_before)),
-            nbytes=sum(load.nbytes for load in loads),
+            loaded=sum(load.loaded for load in (filled, *self.filled_before)) - len(beside),
+            nbytes=sum(load.nbytes for load in loads) - sum(beside),
             read_nbytes=sum(load.read_nbytes for load in loads),
             seconds=time.perf_counter() - self.began,
             missing=tuple(self.missing),
@@ -630,7 +723,7 @@ class _Restore:
         first = [entry for entry in self.wanted if id(entry.module) in extra]
         self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
         before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))
-        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in (*covered, *first)}
+        paths = {id(entry.value): entry.path for entry in (*covered, *first)}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
             made = allocate_meta_tensors([*own, *first], self.targets.device)
@@ -658,7 +751,7 @@ class _Restore:
 
     def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
         """Returns the tree of live tensors of the model, to fill."""
-        owned = ((entry, key_path(entry.key) in self.own_buffers) for entry in entries)
+        owned = ((entry, entry.full_name in self.own_buffers) for entry in entries)
         return nested((entry.key, PerRank(entry.value) if own else entry.value) for entry, own in owned)
 
     def _target(self) -> dict[str, Any]:
@@ -671,4 +764,4 @@ class _Restore:
                     put_in(target["optimizer"], key, moments)
         if self.targets.fills_extra and "extra" in self.parts:
             target["extra"] = self.extra
-        return target
+        return target | self.own.to_fill

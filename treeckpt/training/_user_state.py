@@ -18,13 +18,19 @@ from weakref import WeakSet
 import msgspec
 from torch.utils.data import DataLoader
 
-from .._arrays.expanded_tree import expand_states
 from .._arrays.registry import abstract_of, is_value, resolve
-from .._arrays.stateful import holds_stateful, is_disabled_scaler, is_stateful, node_at, object_states, plan_state
+from .._arrays.stateful import (
+    expand_states,
+    holds_stateful,
+    is_disabled_scaler,
+    is_stateful,
+    node_at,
+    object_states,
+    plan_state,
+)
 from .._core.tree.containers import PerRank, flatten_one_level
 from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves
-from .._core.tree.sequences import differing_sequences
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
 from .._core.tree.structure import (
     DefaultDictNode,
     DequeNode,

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from .._arrays.expanded_tree import state_tree
 from .._arrays.registry import abstract_of
+from .._arrays.stateful import state_tree
 from .._core.tree.containers import PerRank, flatten_one_level
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import MAX_DEPTH, check_stack, key_text, too_deep

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._arrays.expanded_tree import state_tree
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
+from .._arrays.stateful import state_tree
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from .._arrays.expanded_tree import state_tree
 from .._arrays.numpy import order_of
 from .._arrays.registry import abstract_of
 from .._arrays.sharded import Sharded, with_locals
+from .._arrays.stateful import state_tree
 from .._core.sharding.region import memory_order, strides_in
 from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.keyed_table import TableColumn

@@ -14,24 +14,25 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from treeckpt._arrays.describe import json_digest
 from treeckpt._bench.meter import Meter
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._core.format.records import Index
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._core.format.timings import Span, timings_name
 from treeckpt._core.planning.load_plan import ReadBlock, WantedRegion, plan_load
-from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, digest_of, merge_rank_trees
-from treeckpt._core.planning.save_plan import assign_offsets
+from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
+from treeckpt._core.planning.save_plan import GlobalPlan, assign_offsets, compute_plan
 from treeckpt._core.sharding.dtypes import dtype_of
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Layout, MeshLayout, held_by, replica_offsets
 from treeckpt._core.sharding.region import Region, coalesce
 from treeckpt._core.tree.flatten import flatten
 from treeckpt._io.comm.collective import decode_each
-from treeckpt._io.comm.fanout import GROUP_SIZES, group_sizes_for
+from treeckpt._io.comm.message_store import GROUP_SIZES, group_sizes_for
 from treeckpt._io.storage.store import MemoryStore
 from treeckpt._io.timing import Recorder
-from treeckpt._saving.messages import (
+from treeckpt._saving.agree import (
     Decision,
     MergedTree,
     RankProposal,
@@ -42,7 +43,6 @@ from treeckpt._saving.messages import (
     representatives,
 )
 from treeckpt._saving.options import CommonOptions
-from treeckpt._saving.plan_cache import GlobalPlan, compute_plan
 from treeckpt._saving.shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
 
 from .models import Array, Grid, Layouts, Model, arrays_of, flat_pieces
@@ -185,7 +185,7 @@ class _World:
         options = CommonOptions(step=100)
         messages: list[bytes] = []
         for inventory, ranks in self.kinds:
-            hello = RankProposal("run/step_00000100", options, digest_of(inventory), bytes(16), remembered)
+            hello = RankProposal("run/step_00000100", options, json_digest(inventory), bytes(16), remembered)
             messages += [_encode(hello)] * len(ranks)
         return messages
 
@@ -193,7 +193,7 @@ class _World:
         """The key of the plan, and the word of the coordinator that all ranks decode; none where all bring the same."""
         figures = self.figures
         busiest = max((inventory for inventory, _ in self.kinds), key=lambda inventory: len(inventory.leaves))
-        figures.hello, _ = _timed(lambda: digest_of(busiest))
+        figures.hello, _ = _timed(lambda: json_digest(busiest))
         messages = self._hellos()
         figures.hello_nbytes = max(map(len, messages))
         bundles, hellos = self._gather(messages)

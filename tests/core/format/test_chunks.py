@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import regions
-from treeckpt._core.format.chunks import (
+from treeckpt._core.format.records import (
     BoxChunks,
     GridChunks,
     NoChunks,
@@ -19,10 +19,9 @@ from treeckpt._core.format.chunks import (
     encode_chunks,
 )
 from treeckpt._core.planning.load_plan import Chunk
-from treeckpt._core.planning.save_plan import ChunkOffsets, SingleChunkOffset
+from treeckpt._core.planning.save_plan import BoxOwners, ChunkOffsets, GridOwners, SingleChunkOffset
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.region import Region, intersect
-from treeckpt._core.sharding.write_assignment import BoxOwners, GridOwners
 
 
 @st.composite

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import treeckpt._core.sharding.write_assignment as assign_module
+import treeckpt._core.planning.save_plan as assign_module
 from tests.helpers.saves import pieces_of
 from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
-from treeckpt._core.format.chunks import chunks_in, encode_chunks
+from treeckpt._core.format.records import chunks_in, encode_chunks
 from treeckpt._core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
-from treeckpt._core.planning.save_plan import SingleChunkOffset, assign_offsets, plan_save
+from treeckpt._core.planning.save_plan import ArrayLeaf, SingleChunkOffset, assign_offsets, assign_writers, plan_save
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt._core.sharding.placements import held_by, replicated_layout
 from treeckpt._core.sharding.region import Region, byte_runs
-from treeckpt._core.sharding.write_assignment import ArrayLeaf, assign_writers
 
 
 @pytest.fixture(autouse=True, scope="module")

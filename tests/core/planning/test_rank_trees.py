@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from treeckpt._arrays.describe import json_digest
 from treeckpt._core.planning.rank_trees import (
     GlobalTree,
     Inventory,
     LeafSpec,
     RankClass,
-    array_leaves,
     check_disjoint,
-    digest_of,
     merge_rank_trees,
-    overlapping_pieces,
     piece_key,
 )
+from treeckpt._core.planning.save_plan import array_leaves, overlapping_pieces
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, Shard, replicated_layout
 from treeckpt._core.sharding.region import Region
@@ -133,7 +132,7 @@ def test_a_mesh_outside_of_the_world_is_refused() -> None:
 
 def test_digests_tell_inventories_apart_by_all_but_values() -> None:
     def digest(leaf: LeafSpec) -> bytes:
-        return digest_of(Inventory(DictNode(("w",), (None,)), (leaf,)))
+        return json_digest(Inventory(DictNode(("w",), (None,)), (leaf,)))
 
     leaves = [
         array("w"),

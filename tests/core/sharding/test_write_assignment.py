@@ -7,9 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import treeckpt._core.sharding.write_assignment as assign_module
+import treeckpt._core.planning.save_plan as assign_module
 from tests.helpers.saves import pieces_of
 from tests.helpers.strategies import array_leaves
+from treeckpt._core.planning.save_plan import (
+    ArrayLeaf,
+    BoxOwners,
+    ReplicaSplit,
+    assign_writers,
+    overlapping_boxes,
+    owners_of,
+    single_writer,
+    writes_of,
+)
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import (
     BoxLayout,
@@ -22,16 +32,6 @@ from treeckpt._core.sharding.placements import (
     replicated_layout,
 )
 from treeckpt._core.sharding.region import Region
-from treeckpt._core.sharding.write_assignment import (
-    ArrayLeaf,
-    BoxOwners,
-    ReplicaSplit,
-    assign_writers,
-    overlapping_boxes,
-    owners_of,
-    single_writer,
-    writes_of,
-)
 from treeckpt.errors import LayoutError
 
 QUOTAS = pytest.mark.parametrize("bounds", [(8, 16), (64 << 10, 1 << 20)], ids=["tiny quotas", "real quotas"])

@@ -12,14 +12,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import xxhash
 
-from ...errors import LayoutError, MismatchError, TreeError
-from ..sharding.dtypes import dtype_of
+from ...errors import LayoutError, MismatchError
 from ..sharding.int_runs import Runs, decode_runs, encode_runs
 from ..sharding.placements import BoxLayout, Layout, Mesh, MeshLayout, Replicate, held_by, mesh_ranks, replicated_layout
-from ..sharding.region import MAX_NDIM, Region, earlier_overlaps
-from ..sharding.write_assignment import ArrayLeaf, overlapping_boxes
+from ..sharding.region import Region, earlier_overlaps
 from ..tree.keyed_table import OwnedRows, row_starts
 from ..tree.merge import merge, with_ranks
 from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView
@@ -64,11 +61,6 @@ class GlobalTree(msgspec.Struct, frozen=True, array_like=True):
     world: int
     structure: Structure
     leaves: tuple[LeafSpec, ...]
-
-
-def digest_of(inventory: Inventory) -> bytes:
-    """Returns 16 bytes that are equal for equal inventories."""
-    return xxhash.xxh3_128_digest(msgspec.json.encode(inventory))
 
 
 def merge_rank_trees(classes: Sequence[RankClass], world: int) -> GlobalTree:
@@ -277,36 +269,6 @@ def _describe(leaf: LeafSpec) -> str:
     layout = leaf.layout
     placed = f" under {layout.placements} on mesh {layout.mesh.shape}" if isinstance(layout, MeshLayout) else ""
     return f"{leaf.spec.dtype} of shape {leaf.spec.shape}{placed}"
-
-
-def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
-    """Returns the arrays to be written, each with its number among all leaves.
-
-    Raises:
-        TreeError: an array has too many dimensions.
-    """
-    found: list[tuple[int, ArrayLeaf]] = []
-    for number, leaf in enumerate(tree.leaves):
-        if leaf.spec is None or leaf.alias_of is not None:
-            continue
-        if len(leaf.spec.shape) > MAX_NDIM:
-            ndim = len(leaf.spec.shape)
-            raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=f"{ndim}")
-        dtype = dtype_of(leaf.spec.dtype)
-        layout = leaf.layout or replicated_layout(leaf.per_rank or ())
-        align = dtype.itemsize // dtype.parts
-        found.append((number, ArrayLeaf(leaf.path, leaf.spec.shape, dtype.itemsize, layout, align, leaf.per_rank)))
-    return found
-
-
-def overlapping_pieces(tree: GlobalTree) -> list[tuple[str, Region, int]]:
-    """Returns (path, box, bytes) of each box that several listed pieces of an array hold."""
-    found: list[tuple[str, Region, int]] = []
-    for leaf in tree.leaves:
-        if leaf.spec is not None and leaf.alias_of is None and isinstance(leaf.layout, BoxLayout):
-            itemsize = dtype_of(leaf.spec.dtype).itemsize
-            found += [(leaf.path, box, box.size * itemsize) for box in overlapping_boxes(leaf.spec.shape, leaf.layout)]
-    return found
 
 
 _SEPARATOR = "\0"

@@ -345,3 +345,15 @@ def coalesce(starts: np.ndarray, stops: np.ndarray, gap: int) -> tuple[np.ndarra
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(starts)) - 1
     return np.stack([starts[first], reach[last]], axis=1), members
+
+
+def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
+    """Returns groups of ranges, by number, that overlap directly or through others; each in the order of the starts."""
+    if len(starts) < 2:
+        return []
+    lows = np.array(starts, np.int64)
+    order = np.argsort(lows, kind="stable")
+    _, members = coalesce(lows[order], np.array(stops, np.int64)[order], -1)
+    sizes = np.bincount(members)
+    ends = np.cumsum(sizes)
+    return [order[ends[group] - sizes[group] : ends[group]].tolist() for group in np.flatnonzero(sizes > 1)]
