@@ -22,9 +22,17 @@ from ._io.public_calls import call_back, check_options, checks_options, saves, t
 from ._io.storage.open import following, open_store
 from ._io.storage.store import Store
 from ._loading.background import PendingLoad, start_load
-from ._loading.keywords import LoadAsyncKeywords, LoadKeywords
 from ._loading.match import LoadOptions
-from ._loading.options import IN_PLACE, Fallback, ReadOptions, fallback_of, fallback_of_load, read_of
+from ._loading.options import (
+    IN_PLACE,
+    Fallback,
+    LoadAsyncKeywords,
+    LoadKeywords,
+    ReadOptions,
+    fallback_of,
+    fallback_of_load,
+    read_of,
+)
 from ._loading.overlay import Bank
 from ._loading.run_load import CheckpointPath, inspect, read_file, rebuild_index, run_load, run_load_into, verify
 from ._saving.background import prewarm_tree, save_async_tree

@@ -27,6 +27,9 @@ import msgspec
 from .errors import TreeckptError
 
 __all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"]
+MAX_POLICIES = 16
+"""Policies of one text, which may come from a link."""
+_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 
 
 class StepInfo(msgspec.Struct, frozen=True):
@@ -165,12 +168,12 @@ def _is_number(value: object, least: int) -> bool:
 
 def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
     """Returns the steps that stay, in rising order, each with the reasons."""
-    found = sorted(steps, key=lambda info: info.age)
-    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in found if info.pinned}
-    for info in found:
+    by_age = sorted(steps, key=lambda info: info.age)
+    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in by_age if info.pinned}
+    for info in by_age:
         if info.damaged:
             reasons.setdefault(info.step, []).append("damaged: counts for no policy")
-    ordered = [info for info in found if not info.damaged]
+    ordered = [info for info in by_age if not info.damaged]
     for info in ordered[-1:]:
         reasons.setdefault(info.step, []).append("newest")
     for policy in policies:
@@ -232,11 +235,6 @@ def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
             chosen.append(info.step)
             last = info.created_ns
     return chosen
-
-
-MAX_POLICIES = 16
-"""Policies of one text, which may come from a link."""
-_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
 
 
 class KeepError(ValueError):

@@ -26,4 +26,5 @@ __all__ = [
     "VersionTag",
     "Writer",
 ]
+
 publish(__name__, __all__, globals())

@@ -192,23 +192,22 @@ def test_operations_on_trees_keep_the_type(memory: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=NAMES)
-def test_arrays_are_gathered_and_scattered(kind: Any) -> None:
+def test_arrays_are_gathered_and_scattered(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_collectives, "transport_of", lambda group: group)
     whole = values(kind, (4, 3))
 
     def act(comm: Any) -> None:
         rows = slice(comm.rank * 2, comm.rank * 2 + 2)
         tree, transport = {"x": tc.Sharded(whole[rows], whole.shape, (comm.rank * 2, 0))}, ThreadTransport(comm)
-        found: Any = _collectives.gather(tree, transport=transport, ranks=None, device=None, limit=64, namespace="")
+        found: Any = _collectives.gather(tree, group=transport, bucket_bytes=64)
         assert same(found["x"], whole)
         like = {"x": tc.Sharded(np.empty((2, 3), kind), whole.shape, (comm.rank * 2, 0))}
         dealt: Any = _collectives.distribute(
             {"x": whole} if not comm.rank else None,
             like,
-            transport=transport,
-            source=0,
-            device=None,
-            limit=64,
-            namespace="",
+            group=transport,
+            src=0,
+            bucket_bytes=64,
         )
         assert same(dealt["x"].local, whole[rows].copy())
 

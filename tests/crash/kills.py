@@ -18,7 +18,7 @@ __all__ = ["impatient_once", "killed", "switched"]
 
 
 class _Os:
-    """os with a switch at some of its calls."""
+    """os with a switch at some of its calls, of `open` at those that write a file or sync a directory."""
 
     def __init__(self, switch: Switch, calls: Sequence[str]) -> None:
         self.switch, self.calls = switch, calls
@@ -27,7 +27,13 @@ class _Os:
         real = getattr(os, name)
         if name not in self.calls:
             return real
-        return lambda *args, **options: self.switch(name, lambda: real(*args, **options))
+
+        def call(*args: Any, **options: Any) -> Any:
+            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_DIRECTORY):
+                return real(*args, **options)
+            return self.switch(name, lambda: real(*args, **options))
+
+        return call
 
 
 @contextlib.contextmanager

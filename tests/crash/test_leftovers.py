@@ -275,7 +275,7 @@ def test_a_process_that_took_a_dead_ones_number_keeps_nothing(tmp_path: Path) ->
 
 
 def test_a_save_that_writes_nothing_new_renews_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_files, "BEAT", 0.01)
+    monkeypatch.setattr(kept_files, "BEAT_SECONDS", 0.01)
     tmp_path.joinpath("at").mkdir()
     now = time.time_ns()
     first = Progress("a" * 16, 0, 1, None, "write", 0, 2, now, now)

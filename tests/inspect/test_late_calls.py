@@ -1,6 +1,8 @@
 """The rank that called save late is named, by its own word and by clocks that are corrected where hosts' differ."""
 
+import itertools
 import json
+import threading
 import time
 
 import numpy as np
@@ -13,6 +15,8 @@ from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._inspect.perfetto import encode_trace
 from treeckpt._inspect.profile import LATE_CALL, TOLERANCE_NS
 from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.comm.message_store import ThreadMessageStore
+from treeckpt._io.timing import Recorder
 from treeckpt._runs import catalog
 
 MS = 10**6
@@ -54,10 +58,36 @@ def test_ranks_that_call_within_a_tenth_of_the_save_are_not_late():
     assert TimingReport(Timings("0" * 16, 1, 4, ())).late_call == ""
 
 
-def test_a_rank_that_sleeps_before_a_real_save_is_named(tmp_path):
+class Moments:
+    """The clock of all recorders: a microsecond passes with each reading, and what `pass_seconds` adds."""
+
+    def __init__(self):
+        self._begin, self._readings, self._passed_ns = time.time_ns(), itertools.count(), 0
+
+    def now(self):
+        return self._begin + self._passed_ns + 1000 * next(self._readings)
+
+    def pass_seconds(self, seconds):
+        self._passed_ns += seconds * 10**9
+
+
+def test_a_rank_that_calls_long_after_the_others_is_named_after_a_real_save(tmp_path, monkeypatch):
+    moments, waiting, all_wait = Moments(), set(), threading.Event()
+    monkeypatch.setattr(Recorder, "now", lambda recorder: moments.now())
+    wait = ThreadMessageStore.wait
+
+    def noted(store, keys, timeout):
+        waiting.add(threading.get_ident())
+        if len(waiting) == 3:
+            all_wait.set()
+        return wait(store, keys, timeout)
+
+    monkeypatch.setattr(ThreadMessageStore, "wait", noted)
+
     def act(comm):
         if comm.rank == 2:
-            time.sleep(1)
+            assert all_wait.wait(120)
+            moments.pass_seconds(1)
         tc.save(tmp_path / "step_00000001", {"x": np.ones(1000)}, step=1, comm=comm)
 
     assert errors_of(on_ranks(4, act)) == [None] * 4

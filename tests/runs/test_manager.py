@@ -375,10 +375,11 @@ def test_a_reader_that_comes_between_decision_and_deletion_keeps_the_shards(run,
     assert open_run(run).names() == [step_name(2)]
 
 
-def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path):
+def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path, monkeypatch):
     fill(tmp_path, [1, 2])
     folder = RunDirectory(tmp_path).folder(1)
-    with hold_lease(folder, renew=0.01):
+    monkeypatch.setattr("treeckpt._io.storage.kept_files.RENEW_SECONDS", 0.01)
+    with hold_lease(folder):
         age(tmp_path / step_name(1))
         assert until(lambda: bool(RunDirectory(tmp_path).clean([Last(1)], dry_run=True).left)), "it is renewed"
     (tmp_path / step_name(1) / f"lease.{'e' * 16}.json").write_text("{}")

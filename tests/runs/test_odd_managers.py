@@ -15,7 +15,7 @@ import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
-from treeckpt._loading import keywords
+from treeckpt._loading.options import ONLY_OF_LOAD, LoadKeywords
 from treeckpt._runs import options as manager_options
 from treeckpt.policy import Best, EveryPeriod, EverySteps, Last, Steps
 
@@ -263,8 +263,8 @@ def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
     for function, passed_on in (
         (tc.save, manager_options.SaveKeywords.__optional_keys__),
         (tc.save_async, manager_options.SaveKeywords.__optional_keys__),
-        (tc.load, keywords.LoadKeywords.__optional_keys__),
-        (tc.load_into, keywords.LoadKeywords.__optional_keys__ - keywords.ONLY_OF_LOAD),
+        (tc.load, LoadKeywords.__optional_keys__),
+        (tc.load_into, LoadKeywords.__optional_keys__ - ONLY_OF_LOAD),
     ):
         assert passed_on == inspect.unwrap(function).__kwdefaults__.keys() - own
 

@@ -20,67 +20,83 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
+def errors_to(monkeypatch):
+    """Sets the stream of errors, and how long a bar waits."""
+
+    def put(stream, delay=0):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(progress_bar, "BAR_DELAY_SECONDS", delay)
+        return stream
+
+    return put
+
+
+@pytest.fixture
 def store(tmp_path):
     tc.save(tmp_path / "a", {"a": np.arange(100_000), "b": np.ones(10)})
     return tc.LocalStore(tmp_path / "a")
 
 
-def test_a_load_is_followed_on_a_terminal(store):
-    screen = Terminal()
-    with reading_bar(store, "restoring", 800_080, patience=0, stream=screen) as source:
+def test_a_load_is_followed_on_a_terminal(store, errors_to):
+    screen = errors_to(Terminal())
+    with reading_bar(store, "restoring", 800_080) as source:
         assert tc.load(source)["a"][-1] == 99_999
     text = screen.getvalue()
     assert "restoring" in text and "0.8/0.8 MB" in text.replace("800.1/800.1 kB", "0.8/0.8 MB"), text
 
 
-def test_what_a_load_borrows_counts_too(store):
+def test_what_a_load_borrows_counts_too(store, errors_to):
+    screen = errors_to(Terminal())
     for name in store.sizes():
         store.read(name, limit=1 << 30)  # into the page cache
-    screen, tree = Terminal(), {"a": np.zeros(100_000, np.int64), "b": np.ones(10)}
-    with reading_bar(store, "filling", 1_600_160, patience=0, stream=screen) as source:
+    tree = {"a": np.zeros(100_000, np.int64), "b": np.ones(10)}
+    with reading_bar(store, "filling", 1_600_160) as source:
         tc.load_into(source, tree, read=tc.ReadOptions(verify="first"))
     assert tree["a"][-1] == 99_999 and "1.6/1.6 MB" in screen.getvalue(), "compared, and then copied"
 
 
-def test_an_unknown_total_shows_what_was_read(store):
-    screen = Terminal()
-    with reading_bar(store, "verifying", patience=0, stream=screen) as source:
+def test_an_unknown_total_shows_what_was_read(store, errors_to):
+    screen = errors_to(Terminal())
+    with reading_bar(store, "verifying") as source:
         assert tc.verify(source).ok
     assert "verifying" in screen.getvalue() and "/?" in screen.getvalue()
 
 
-def test_a_total_that_is_known_late_shows_the_time_left(store):
-    screen = Terminal()
-    with stores_bar("comparing", patience=0, stream=screen) as counted:
+def test_a_total_that_is_known_late_shows_the_time_left(store, errors_to):
+    screen = errors_to(Terminal())
+    with stores_bar("comparing") as counted:
+        until(lambda: "0:00:0" in screen.getvalue())
         begun = screen.getvalue()
         counted.expect(lambda: 10**16)
+        assert tc.verify(counted(store)).ok
+        until(lambda: "PB" in screen.getvalue())
         assert tc.verify(counted(store)).ok
     assert re.search(r"0:00:0\d", begun), "the time that passed"
     assert re.search(r"\d{3,}:\d\d:\d\d", screen.getvalue()), "the time left: hundreds of hours"
 
 
-def test_a_quick_read_shows_nothing(store):
-    screen = Terminal()
-    with reading_bar(store, "restoring", stream=screen) as source:
+def test_a_quick_read_shows_nothing(store, errors_to):
+    screen = errors_to(Terminal(), delay=1)
+    with reading_bar(store, "restoring") as source:
         tc.load(source)
     assert screen.getvalue() == ""
 
 
-def test_elsewhere_the_store_is_passed_through(store, monkeypatch):
-    stream = io.StringIO()
-    with reading_bar(store, "restoring", patience=0, stream=stream) as source:
+def test_elsewhere_the_store_is_passed_through(store, errors_to, monkeypatch):
+    stream = errors_to(io.StringIO())
+    with reading_bar(store, "restoring") as source:
         assert source is store
         tc.load(source)
     assert stream.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", None)
-    with reading_bar(store, "restoring", patience=0) as source:
+    with reading_bar(store, "restoring") as source:
         assert source is store
 
 
-def test_lines_have_the_rate_and_the_time_left(store, monkeypatch):
+def test_lines_have_the_rate_and_the_time_left(store, errors_to, monkeypatch):
+    stream = errors_to(io.StringIO())
     monkeypatch.setattr(progress_bar, "LINE_INTERVAL", 0.01)
-    stream = io.StringIO()
-    with stores_bar("verifying", 1_600_000, shown=True, patience=0, stream=stream) as counted:
+    with stores_bar("verifying", 1_600_000, shown=True) as counted:
         assert tc.verify(counted(store)).ok
         until(lambda: " left" in stream.getvalue())
     assert re.search(r"^verifying: 80. kB of 1.6 MB, .+ .?B/s, .+ left$", stream.getvalue(), re.M)
@@ -88,9 +104,9 @@ def test_lines_have_the_rate_and_the_time_left(store, monkeypatch):
     assert "treeckpt-progress" not in threads
 
 
-def test_the_bar_goes_when_the_read_fails(store):
-    screen = Terminal()
-    with pytest.raises(ZeroDivisionError), reading_bar(store, "restoring", patience=0, stream=screen) as source:
+def test_the_bar_goes_when_the_read_fails(store, errors_to):
+    screen = errors_to(Terminal())
+    with pytest.raises(ZeroDivisionError), reading_bar(store, "restoring") as source:
         tc.load(source)
         raise ZeroDivisionError
     assert screen.getvalue().endswith(("\x1b[?25h", "\r\x1b[1A\x1b[2K")) or "\x1b[2K" in screen.getvalue()

@@ -314,3 +314,20 @@ def test_each_index_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     report = Job(tmp_path).resume()
     assert report is not None and report.step == 2
     assert len(decoded) == len(set(decoded)) == 2
+
+
+def test_what_is_registered_is_compared_before_a_resume_changes_anything(tmp_path: Path) -> None:
+    """One load fills the training state and the registered objects: one that does not fit leaves all as it was."""
+    saved = Job(tmp_path)
+    saved.manager.register("table", {"rows": torch.zeros(3)})
+    saved.train(1)
+    job = Job(tmp_path)
+    before = {name: value.clone() for name, value in job.model.state_dict().items()}
+    for value in before.values():
+        value += 1
+    job.model.load_state_dict(before)
+    job.manager.register("table", {"rows": torch.zeros(4)})
+    with pytest.raises(tc.MismatchError, match="registered/table/rows: expected shape"):
+        job.resume()
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
+    assert not job.optimizer.state

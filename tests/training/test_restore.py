@@ -753,3 +753,46 @@ def test_the_work_grows_with_the_number_of_parameters_and_not_faster(
     monkeypatch.setattr(_optimizer_plan, "expected_moments", stepped_once)
     training.restore(tmp_path / "c", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert 0 < walked < 10 * count and len(steps) == 1
+
+
+def test_a_plain_restore_is_one_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hyper-parameters come from the index; the states of the generators are filled with the model and its moments."""
+    from treeckpt._loading.match import Load
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    tc.save(tmp_path / "c", training.state(model, optimizer))
+    drawn, made, loads = torch.rand(3), Load.__init__, list[Load]()
+
+    def counted(self: Load, *given: Any) -> None:
+        loads.append(self)
+        made(self, *given)
+
+    monkeypatch.setattr(Load, "__init__", counted)
+    fresh = net()
+    report = training.restore(tmp_path / "c", fresh, torch.optim.AdamW(fresh.parameters()))
+    assert len(loads) == 1 and torch.equal(torch.rand(3), drawn)
+    moments = [moment for state in optimizer.state.values() for moment in state.values()]
+    nbytes = sum(one.nbytes for one in (*model.state_dict().values(), *moments))
+    assert report.nbytes == nbytes, "without the states of the generators"
+
+
+@pytest.mark.parametrize("here", ["fresh", "stepped"])
+def test_an_optimizer_in_extra_takes_its_state_fresh_or_not(tmp_path: Path, here: str) -> None:
+    model, judge = net(), nn.Linear(3, 3)
+    optimizers = [torch.optim.Adam(one.parameters()) for one in (model, judge)]
+    for one, optimizer in zip((model, judge), optimizers, strict=True):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    tc.save(tmp_path / "c", training.state(model, optimizers[0], extra={"judge": judge, "its": [optimizers[1]]}))
+    fresh, other = net(), nn.Linear(3, 3)
+    second = torch.optim.Adam(other.parameters(), lr=77.0)
+    if here == "stepped":
+        other(torch.ones(3)).sum().backward()
+        second.step()
+    extra = {"judge": other, "its": [second]}
+    report = training.restore(tmp_path / "c", fresh, torch.optim.Adam(fresh.parameters()), extra=extra)
+    assert report.extra is extra and extra["its"][0] is second and torch.equal(other.weight, judge.weight)
+    assert repr(second.state_dict()) == repr(optimizers[1].state_dict())

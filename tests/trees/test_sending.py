@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ from treeckpt.trees import _collectives
 from treeckpt.trees._collectives import PackedRegion, pack_regions
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _transports_as_groups() -> Iterator[None]:
+    """Has the functions take a transport in the place of a process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_collectives, "transport_of", lambda group: group)
+        yield
+
+
 def _whole(case: Case) -> dict[Any, Any]:
     return {n: array.full() for n, array in enumerate(case.arrays)}
 
@@ -31,7 +40,7 @@ def test_any_layout_is_gathered_whole_on_any_ranks(case: Case, limit: int, data:
     def act(comm: ThreadComm) -> None:
         tree, before = case.tree(comm.rank, saved=True), case.tree(comm.rank, saved=True)
         transport = ThreadTransport(comm)
-        found = _collectives.gather(tree, transport=transport, ranks=chosen, device=None, limit=limit, namespace="")
+        found = _collectives.gather(tree, group=transport, ranks=chosen, bucket_bytes=limit)
         assert found["values"] == list(case.values) and found["none"] == (None, {}, [])
         own = found["own"].value
         assert own["rank"] == comm.rank and torch.equal(own["state"], torch.arange(case.own[comm.rank]))
@@ -58,8 +67,8 @@ def test_one_rank_distributes_over_any_layout(case: Case, limit: int, data: st.D
         like = case.tree(comm.rank, saved=False)["layers"]
         whole = {number: dict.fromkeys(("w", "tied"), full) for number, full in _whole(case).items()}
         found = _collectives.distribute(
-            whole if comm.rank == source else None, like, transport=ThreadTransport(comm), source=source, device=None,
-            limit=limit, namespace="",
+            whole if comm.rank == source else None, like, group=ThreadTransport(comm), src=source, device=None,
+            bucket_bytes=limit, namespace="",
         )  # fmt: skip
         assert list(found) == list(expected)
         for number, leaves in expected.items():
@@ -79,9 +88,7 @@ def test_pieces_that_contradict_each_other_are_not_gathered(low: int) -> None:
         local = torch.full((6, 2), 1.0)
         local[-1] = content
         tree = {"w": tc.Sharded(local, (6 + 3 * low, 2), (start, 0))}
-        return _collectives.gather(
-            tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1 << 20, namespace=""
-        )
+        return _collectives.gather(tree, group=ThreadTransport(comm), bucket_bytes=1 << 20, namespace="")
 
     assert all((found["w"] == 1).all() for found in on_ranks(4, lambda comm: gather(comm, 1.0)))
     refused: list[str] = []
@@ -102,7 +109,7 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
         low = 10 * comm.rank
         tree = {"replica": full, "rows": tc.Sharded(full[low : low + 10].clone(), full.shape, (low, 0))}
         transport = ThreadTransport(comm)
-        found = _collectives.gather(tree, transport=transport, ranks=[2], device=None, limit=1 << 20, namespace="")
+        found = _collectives.gather(tree, group=transport, ranks=[2], bucket_bytes=1 << 20)
         assert comm.rank != 2 or torch.equal(found["rows"], full)
         return transport.moved
 
@@ -131,7 +138,7 @@ def test_a_rank_that_fails_to_begin_is_named_on_all(world: int) -> None:
     def act(comm: ThreadComm) -> tc.RankError:
         tree = {"w": object() if comm.rank == 1 else 5}
         with pytest.raises(tc.RankError, match="rank 1: TreeError: w: expected an array") as caught:
-            _collectives.gather(tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1, namespace="")
+            _collectives.gather(tree, group=ThreadTransport(comm), bucket_bytes=1, namespace="")
         return caught.value
 
     assert all(list(error.ranks) == [1] for error in on_ranks(world, act))

@@ -23,7 +23,7 @@ from .._io.comm.comm import Comm
 from ..errors import CorruptError
 from .files import FileRange, new_address
 
-BLOCK = 1 << 20
+CHECK_BLOCK_NBYTES = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
 _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
 """Polynomials over GF(2) have their lowest power in the highest bit."""
@@ -43,13 +43,13 @@ def _times(a: int, b: int) -> int:
 @lru_cache(maxsize=256)
 def _shift(nbytes: int) -> int:
     """Returns the factor of a CRC that so many bytes follow: x to the power of their bits."""
-    found, power, bits = _ONE, _ONE >> 1, 8 * nbytes
+    factor, power, bits = _ONE, _ONE >> 1, 8 * nbytes
     while bits:
         if bits & 1:
-            found = _times(power, found)
+            factor = _times(power, factor)
         power = _times(power, power)
         bits >>= 1
-    return found
+    return factor
 
 
 def _start_of(entry: EntryChecksum) -> int:
@@ -73,6 +73,10 @@ class EntryChecksum:
 
     def __init__(self, window: FileRange, crc: int, name: str) -> None:
         self.window, self.crc, self.name = window, crc, name
+        self.address = new_address(window.size)
+        """The first address of its bytes, by which arrays in it are known."""
+        self.is_storage = False
+        """Whether arrays are in it."""
         self.leaf = ""
         """The path of a leaf in it, for errors."""
         self.sound = not crc or not window.size
@@ -81,13 +85,13 @@ class EntryChecksum:
         """Whether this process reads each of its bytes, so that they are compared meanwhile."""
         self._lock = threading.RLock()
         self._taken: list[tuple[int, int]] = []
-        """Disjoint ranges, in order, whose CRCs were or are being computed."""
+        """The disjoint ranges, in order, whose CRCs were or are being computed."""
         self._left = window.size
         self._crcs: dict[int, tuple[int, int]] = {}
-        """By the start of a range, its bytes and CRC."""
+        """The number of bytes and the CRC of each range that was read, by its start."""
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes of it, as uint8[size].
+        """Returns bytes of it, as uint8[size].
 
         Raises:
             CorruptError: bytes of it have changed.
@@ -114,9 +118,9 @@ class EntryChecksum:
             if self.sound:
                 return
             crc = 0
-            block = np.empty(min(BLOCK, self.window.size), np.uint8)
-            for start in range(0, self.window.size, BLOCK):
-                part = block[: min(BLOCK, self.window.size - start)]
+            block = np.empty(min(CHECK_BLOCK_NBYTES, self.window.size), np.uint8)
+            for start in range(0, self.window.size, CHECK_BLOCK_NBYTES):
+                part = block[: min(CHECK_BLOCK_NBYTES, self.window.size - start)]
                 self.window.read_into(start, part, shared=True)
                 crc = zlib.crc32(part.data, crc)
             self._compare(crc)
@@ -177,20 +181,21 @@ class ArchiveChecksums:
         self.alone = alone
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.RLock()
-        self._entries: list[tuple[int, EntryChecksum]] = []
-        """With their addresses, which grow."""
+        self._entries: list[EntryChecksum] = []
+        """All entries, in the order of their addresses."""
         self._by_file: dict[str, list[EntryChecksum]] = {}
-        """Those that have a CRC, by the URL of their file and in its order."""
+        """The entries that have a CRC, by the URL of their file and in its order."""
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""
         with self._lock:
-            found = self._sums.get((window.label, window.start))
-            if found is None:
-                found = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
-                if not found.sound:
-                    bisect.insort(self._by_file.setdefault(window.label, []), found, key=_start_of)
-            return found
+            entry = self._sums.get((window.label, window.start))
+            if entry is None:
+                entry = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
+                self._entries.append(entry)
+                if not entry.sound:
+                    bisect.insort(self._by_file.setdefault(window.label, []), entry, key=_start_of)
+            return entry
 
     def take_range(self, file: str, start: int, data: memoryview) -> None:
         """Computes the CRCs of entries of a file from bytes of it that were read, whatever else these hold.
@@ -208,27 +213,20 @@ class ArchiveChecksums:
 
     def unverified(self, nbytes: int) -> int:
         """Returns how many of so many bytes of arrays that were read have been compared with no CRC-32."""
-        entries = list({id(entry): entry for _, entry in self._entries}.values())
+        entries = [entry for entry in self._entries if entry.is_storage]
         if entries and all(entry.crc and (entry.sound or not entry.is_read) for entry in entries):
             return 0
         return max(0, nbytes - sum(entry.window.size for entry in entries if entry.crc and entry.sound))
-
-    def new_address(self, entry: EntryChecksum) -> int:
-        """Returns the first address of a new range for an entry."""
-        with self._lock:  # archives may be opened while others are read
-            address = new_address(entry.window.size)
-            self._entries.append((address, entry))
-            return address
 
     def note(self, path: str, leaf: Any) -> EntryChecksum | None:
         """Registers a leaf that will be read; returns the entry that it is in, if any."""
         storage = leaf.storage if isinstance(leaf, LazyArray) else None
         if storage is None:
             return None
-        with self._lock:
-            at = bisect.bisect_right(self._entries, storage.address, key=lambda pair: pair[0]) - 1
-        start, entry = self._entries[at] if at >= 0 else (0, None)
-        if entry is None or storage.address - start >= entry.window.size:
+        with self._lock:  # archives may be opened while others are read
+            number = bisect.bisect_right(self._entries, storage.address, key=lambda entry: entry.address) - 1
+        entry = self._entries[number] if number >= 0 else None
+        if entry is None or storage.address - entry.address >= entry.window.size:
             return None
         entry.leaf = entry.leaf or path
         if self.alone and storage.strides is None and storage.nbytes == entry.window.size:
@@ -237,7 +235,7 @@ class ArchiveChecksums:
 
     def all_read(self) -> bool:
         """Returns whether all entries that this process was to read as a whole are read and compared."""
-        return all(entry.sound for _, entry in self._entries if entry.read_whole)
+        return all(entry.sound for entry in self._entries if entry.read_whole)
 
     def check(self, leaves: Sequence[tuple[str, Any]], comm: Comm, topic: str) -> None:
         """Ensures that the bytes of leaves that all ranks together are about to read are compared.
@@ -248,9 +246,9 @@ class ArchiveChecksums:
         Raises:
             RankError: bytes have changed; on every rank.
         """
-        found = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
+        entries = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
         if not self.alone:
-            mine = list(found.values())[comm.rank :: comm.size]
+            mine = list(entries.values())[comm.rank :: comm.size]
             all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in mine), int)
-            for entry in found.values():
+            for entry in entries.values():
                 entry.sound = True

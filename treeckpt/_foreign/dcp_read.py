@@ -9,6 +9,7 @@ Only the classes of these metadata are understood.
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache, partial, reduce
 from typing import Any
 
@@ -101,11 +102,11 @@ class DcpDirectory:
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> LazyArray:
         window = self.window(name, offset)
-        found = read_torch(window, self.sums)
-        if not isinstance(found, LazyArray):
-            raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(found).__name__}")
-        self.sums.note(name, found)
-        return found
+        chunk = read_torch(window, self.sums)
+        if not isinstance(chunk, LazyArray):
+            raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(chunk).__name__}")
+        self.sums.note(name, chunk)
+        return chunk
 
     def _keys(self, name: str) -> tuple[Any, ...]:
         """Returns the steps to a leaf in the tree; its name alone where they are not known."""
@@ -116,11 +117,11 @@ class DcpDirectory:
         """Returns a tensor, left in its files, or a value."""
         if isinstance(node, UnbuiltObject) and node.symbol == f"{_MODULE} BytesStorageMetadata":
             inner: list[RefusedLeaf] = []
-            found = read_torch(self.window(name, None), self.sums, inner)
-            for one in inner:
-                at = reduce(child_path, self._keys(name), "")
-                self.refused.append(RefusedLeaf("/".join(filter(None, (at, one.path))), one.what, one.why))
-            return found
+            value = read_torch(self.window(name, None), self.sums, inner)
+            for leaf in inner:
+                above = reduce(child_path, self._keys(name), "")
+                self.refused.append(RefusedLeaf("/".join(filter(None, (above, leaf.path))), leaf.what, leaf.why))
+            return value
         properties, size, chunks = self._fields(node, "TensorStorageMetadata", "properties", "size", "chunks")
         state = _state_of(properties, f"{_MODULE} TensorProperties", tuple, self.label)
         self._left -= len(chunks) if isinstance(chunks, list) else 0
@@ -225,7 +226,7 @@ class PaddlePiece(msgspec.Struct, frozen=True):
     flat: tuple[int, int] | None
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor; empty where the files are of a version that does not say."""
+    """The shape of the whole tensor; empty where the files are of a version that does not say."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -264,18 +265,22 @@ class PaddleDirectory:
             offset = _sizes(place.get("global_offset"), self.label)
             self.places.setdefault(place_key(named, offset, _flat(place, self.label)), file)
         self._opened: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
 
     def _arrays(self, file: str) -> dict[str, Any]:
-        if file not in self._opened:
-            window = store_window(self.store, file, self.files)
-            if file.endswith(".safetensors"):
-                found: Any = read_safetensors(window)[0]
-            else:
-                found = build_tree(read_pickle(window, PLAIN), window.label)
-            if not isinstance(found, dict):
-                raise FormatError(window.label, expected="a dict of arrays", found=type(found).__name__)
-            self._opened[file] = found
-        return self._opened[file]
+        with self._lock:  # several threads read arrays: each file is read once
+            if file not in self._opened:
+                self._opened[file] = self._read_file(file)
+            return self._opened[file]
+
+    def _read_file(self, file: str) -> dict[str, Any]:
+        window = store_window(self.store, file, self.files)
+        if file.endswith(".safetensors"):
+            return read_safetensors(window)[0]
+        arrays = build_tree(read_pickle(window, PLAIN), window.label)
+        if not isinstance(arrays, dict):
+            raise FormatError(window.label, expected="a dict of arrays", found=type(arrays).__name__)
+        return arrays
 
     def _piece(self, node: Any) -> PaddlePiece:
         fields = _paddle_fields(node, "LocalTensorMetadata", self.label)
@@ -295,17 +300,17 @@ class PaddleDirectory:
         file = self.places.get(place_key(name, *piece.key))
         if not isinstance(file, str) or file not in self.files:
             raise CorruptError(self.label, expected=f"the file of {name[:80]} at {piece.box.offset}", found=brief(file))
-        found = self._arrays(file).get(name)
+        array = self._arrays(file).get(name)
         size = piece.box.size if piece.flat is None else piece.flat[1] - piece.flat[0]
         label = f"{name[:80]}: {self.store.url}/{file}"
-        if isinstance(found, np.ndarray):
-            found = memory_array(found)
-        if not isinstance(found, LazyArray) or math.prod(found.spec.shape) != size:
-            raise CorruptError(label, expected=f"an array of {size} elements", found=brief(found))
-        stored = found.spec.dtype
+        if isinstance(array, np.ndarray):
+            array = memory_array(array)
+        if not isinstance(array, LazyArray) or math.prod(array.spec.shape) != size:
+            raise CorruptError(label, expected=f"an array of {size} elements", found=brief(array))
+        stored = array.spec.dtype
         if stored != piece.dtype and (stored, piece.dtype) != ("uint16", "bfloat16"):
             raise CorruptError(label, expected=f"an array of {piece.dtype}", found=f"one of {stored}")
-        return found
+        return array
 
     def tensor(self, name: str, nodes: Any) -> LazyArray:
         """Assembles a tensor from its pieces."""
@@ -326,13 +331,13 @@ class PaddleDirectory:
         low, high = piece.flat or (0, size)
         if not 0 <= low <= high <= size:
             raise FormatError(self.label, expected=f"a range within {size} elements", found=f"{piece.flat}")
-        found: list[tuple[Region, Open]] = []
+        boxes: list[tuple[Region, Open]] = []
         start = 0
         for region in flat_regions(piece.box.shape, low, high):
             opened = partial(self._box, name, piece, ArraySpec(region.shape, dtype), start)
-            found.append((region.shifted(piece.box.offset), opened))
+            boxes.append((region.shifted(piece.box.offset), opened))
             start += region.size
-        return found
+        return boxes
 
     def _box(self, name: str, piece: PaddlePiece, spec: ArraySpec, start: int) -> LazyArray:
         """Returns elements of a piece, from number `start` on, as an array."""

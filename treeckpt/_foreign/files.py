@@ -7,12 +7,13 @@ from there. Any other array is read by its `read`, box by box.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,9 +25,7 @@ from .._core.format.shard_header import parse_shard_name
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
 from .._core.tree.spec import ArraySpec
-from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.foreign_formats import HEAD, format_of_head, format_of_names
-from .._io.storage.local_files import read_head
+from .._io.storage.foreign_formats import format_at, format_of_names
 from .._io.storage.local_store import LocalStore
 from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import DirectoryEntry, Store, StoreTraits
@@ -44,7 +43,7 @@ class FileRange(msgspec.Struct, frozen=True):
     name: str
     start: int
     size: int
-    """Bytes."""
+    """The number of bytes."""
 
     @property
     def label(self) -> str:
@@ -155,22 +154,16 @@ def foreign_at(path: Any) -> ForeignStore | None:
         StoreError: it could not be read, so that this is not known.
     """
     place = local_directory(path)
-    try:
-        if place is not None and place.is_file():
-            kind = format_of_head(place.name, read_head(place, HEAD))
-            found = kind not in (None, "pickle")
-            return ForeignStore(LocalStore(place.parent, follow_links=True), kind, place.name) if found else None
-        store = open_store(path) if place is None else LocalStore(place, follow_links=True)
-        names = store.sizes()
-    except (ValueError, CorruptError):  # what is wrong with the path is said where a checkpoint is expected
+    if place is None:
+        store = open_store(path)
+        names = [*store.sizes()]
+        kind = format_of_names(names)
+    else:
+        kind, names = format_at(place)
+        store = LocalStore(place if names is not None else place.parent, follow_links=True)
+    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or any(map(parse_shard_name, names or ())):
         return None
-    except OSError as error:
-        if not shows_damage(error):
-            raise wrap_read_error(error, str(place)) from error
-        return None
-    if INDEX_NAME in names or any(map(parse_shard_name, names)) or (kind := format_of_names(names)) is None:
-        return None
-    return ForeignStore(store, kind)
+    return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
 
 
 FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle")
@@ -202,7 +195,7 @@ def new_address(nbytes: int) -> int:
     return start
 
 
-NARROW = 4096
+NARROW_NBYTES = 4096
 """Bytes of a file that cost no more to read than a part of them."""
 
 Open = Callable[[], LazyArray]
@@ -215,7 +208,7 @@ class ArrayPart(msgspec.Struct, frozen=True):
     """A box of an array: a byte range of a file with its elements in C order, or a lazy array of its shape."""
 
     number: int
-    """Among the parts of the array."""
+    """The number of the part among those of the array."""
     region: Region
     data: FileRange | LazyArray
 
@@ -247,9 +240,9 @@ class FileArray(LazyArray):
 
 def with_spec(array: LazyArray, spec: ArraySpec) -> LazyArray:
     """Returns the same array with another spec of its shape and dtype."""
-    if isinstance(array, FileArray):
-        return FileArray(spec, array.read, array.storage, array.parts, array.count, deferred=array.deferred)
-    return LazyArray(spec, array.read, array.storage)
+    other = copy.copy(array)
+    other.spec = spec
+    return other
 
 
 def range_of(array: LazyArray) -> FileRange | None:
@@ -260,16 +253,8 @@ def range_of(array: LazyArray) -> FileRange | None:
     return part.data if isinstance(part.data, FileRange) else None
 
 
-class ReadableRange(Protocol):
-    """A byte range that can be read."""
-
-    def read(self, start: int, size: int) -> np.ndarray:
-        """Returns bytes of it, as uint8[size]."""
-        ...
-
-
 def read_strided(
-    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW
+    flat: FlatReader, itemsize: int, offset: int, strides: tuple[int, ...], box: Region, *, narrow: int = NARROW_NBYTES
 ) -> np.ndarray:
     """Reads a box of a strided array over flat elements.
 
@@ -305,7 +290,7 @@ def strided_array(
     strides: tuple[int, ...] | None,
     address: int | None,
     *,
-    narrow: int = NARROW,
+    narrow: int = NARROW_NBYTES,
     window: FileRange | None = None,
 ) -> LazyArray:
     """Returns a lazy array over flat elements.
@@ -338,13 +323,13 @@ def flat_array(spec: ArraySpec, window: FileRange, address: int | None = None) -
     """
     itemsize = dtype_of(spec.dtype).itemsize
     window = window.within(0, math.prod(spec.shape) * itemsize)
-    return strided_array(spec, flat_of(window, itemsize), 0, None, address, window=window)
+    return strided_array(spec, flat_of(window.read, itemsize), 0, None, address, window=window)
 
 
-def flat_of(window: ReadableRange, itemsize: int) -> FlatReader:
-    """Returns a reader of the elements of a byte range."""
+def flat_of(read: Callable[[int, int], np.ndarray], itemsize: int) -> FlatReader:
+    """Returns a reader of elements by one of bytes, which takes their start and number."""
     raw = raw_dtype(itemsize)
-    return lambda start, count: window.read(start * itemsize, count * itemsize).view(raw)
+    return lambda start, count: read(start * itemsize, count * itemsize).view(raw)
 
 
 def elements_of(array: LazyArray) -> FlatReader:
@@ -352,10 +337,10 @@ def elements_of(array: LazyArray) -> FlatReader:
 
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw_dtype(dtype_of(array.spec.dtype).itemsize))
-        at = 0
+        filled = 0
         for part in flat_regions(array.spec.shape, start, start + count):
-            out[at : at + part.size] = array.read(part).reshape(-1)
-            at += part.size
+            out[filled : filled + part.size] = array.read(part).reshape(-1)
+            filled += part.size
         return out
 
     return flat
@@ -388,13 +373,13 @@ def from_boxes(spec: ArraySpec, pieces: Sequence[tuple[Region, Open]], label: st
     raw = raw_dtype(dtype_of(spec.dtype).itemsize)
 
     def parts(region: Region | None) -> list[ArrayPart]:
-        found: list[ArrayPart] = []
+        overlapping: list[ArrayPart] = []
         for number, piece in enumerate(pieces):
             if piece[0].size and (region is None or intersect(piece[0], region) is not None):
                 opened = _opened(piece, spec, label)
                 window = range_of(opened)
-                found.append(ArrayPart(number, piece[0], opened if window is None else window))
-        return found
+                overlapping.append(ArrayPart(number, piece[0], opened if window is None else window))
+        return overlapping
 
     if len(pieces) == 1:
         return FileArray(spec, lambda region: _opened(pieces[0], spec, label).read(region), None, parts, deferred=True)
@@ -441,30 +426,30 @@ def from_ranges(spec: ArraySpec, parts: Sequence[LazyArray], label: str) -> Lazy
 
     def flat(start: int, count: int) -> np.ndarray:
         out = np.empty(count, raw)
-        at = 0
+        position = 0
         for size, part in zip(sizes, parts, strict=True):
-            low, high = max(start, at), min(start + count, at + size)
+            low, high = max(start, position), min(start + count, position + size)
             if low < high:
-                out[low - start : high - start] = elements_of(part)(low - at, high - low)
-            at += size
+                out[low - start : high - start] = elements_of(part)(low - position, high - low)
+            position += size
         return out
 
     made = strided_array(spec, flat, 0, None, None)
-    found = _flat_parts(spec, parts, sizes)
-    if found is None:
+    boxes = _flat_parts(spec, parts, sizes)
+    if boxes is None:
         return made
 
     def within(region: Region | None) -> list[ArrayPart]:
-        return [part for part in found if region is None or intersect(part.region, region) is not None]
+        return [part for part in boxes if region is None or intersect(part.region, region) is not None]
 
-    return FileArray(spec, made.read, None, within, len(found))
+    return FileArray(spec, made.read, None, within, len(boxes))
 
 
 def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int]) -> list[ArrayPart] | None:
     """Returns the boxes of an array whose elements are those of others, one after the other; None if some are not
     ranges of files."""
-    found: list[ArrayPart] = []
-    itemsize, at = dtype_of(spec.dtype).itemsize, 0
+    boxes: list[ArrayPart] = []
+    itemsize, position = dtype_of(spec.dtype).itemsize, 0
     for part, size in zip(parts, sizes, strict=True):
         window = range_of(part)
         if not size:
@@ -472,9 +457,9 @@ def _flat_parts(spec: ArraySpec, parts: Sequence[LazyArray], sizes: Sequence[int
         if window is None:
             return None
         start = 0
-        for region in flat_regions(spec.shape, at, at + size):
+        for region in flat_regions(spec.shape, position, position + size):
             nbytes = region.size * itemsize
-            found.append(ArrayPart(len(found), region, window.within(start, nbytes)))
+            boxes.append(ArrayPart(len(boxes), region, window.within(start, nbytes)))
             start += nbytes
-        at += size
-    return found
+        position += size
+    return boxes

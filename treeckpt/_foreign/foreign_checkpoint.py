@@ -118,9 +118,9 @@ class ForeignCheckpoint(Checkpoint):
             CheckpointNotFound, FormatError, CorruptError: the state of the files, or an array that no library takes.
         """
         refused: list[RefusedLeaf] = []
-        found = _read_tree(self._files, self.sums, refused)
-        unread = found.unread if self._files.file else (*found.unread, *other_formats(self.sizes, self.kind))
-        structure, leaves = flatten(found.tree)
+        read = _read_tree(self._files, self.sums, refused)
+        unread = read.unread if self._files.file else (*read.unread, *other_formats(self.sizes, self.kind))
+        structure, leaves = flatten(read.tree)
         made: dict[int, LazyArray] = {}
         arrays: list[tuple[str, Any]] = []
         for path, leaf in leaves:
@@ -129,7 +129,7 @@ class ForeignCheckpoint(Checkpoint):
             if isinstance(leaf, LazyArray):
                 _check_shape(leaf.spec, path, self.url)
             arrays.append((path, leaf))
-        return ForeignContents(structure, tuple(arrays), tuple(refused), found.metadata, unread)
+        return ForeignContents(structure, tuple(arrays), tuple(refused), read.metadata, unread)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -193,9 +193,9 @@ def _read_tree(store: ForeignStore, sums: ArchiveChecksums, refused: list[Refuse
     if store.kind == "safetensors":
         from .safetensors_read import read_safetensors, read_sharded
 
-        found = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
-        metadata = {key: text for key, text in found.metadata.items() if key != "format"}
-        return ForeignTree(dict(found.tree), metadata, found.unread)
+        read = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
+        metadata = {key: text for key, text in read.metadata.items() if key != "format"}
+        return ForeignTree(dict(read.tree), metadata, read.unread)
     if store.kind in ("dcp", "paddle"):
         from .dcp_read import read_dcp, read_paddle
 
@@ -219,15 +219,15 @@ def _check_shape(spec: ArraySpec, path: str, label: str) -> None:
         )
 
 
-PARTS = 24
+PART_BITS = 24
 """Bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
 
 
-FREE = 64 << 20
+FREE_NBYTES = 64 << 20
 """Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
-TIMES = 16
+REPEATED_TIMES = 16
 """Times the bytes of all files that they may take beyond that."""
 
 
@@ -235,9 +235,9 @@ class ForeignIndex(Index, frozen=True, dict=True):
     """The index of files that another program wrote."""
 
     names: tuple[str, ...] = ()
-    """Of the files; the number of a file is the rank whose stream it is."""
+    """The names of the files; the number of a file is the rank whose stream it is."""
     computed: dict[int, int] = msgspec.field(default_factory=dict)
-    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
+    """The bytes of each array that is computed when it is read, by the rank whose stream it is."""
 
     @cached_property
     def file_list(self) -> tuple[File, ...]:
@@ -271,12 +271,12 @@ def computed_name(rank: int) -> str:
 
 def most_nbytes(nbytes: int) -> int:
     """Returns the bytes that the arrays in files of so many bytes may take."""
-    return nbytes + FREE + TIMES * nbytes
+    return nbytes + FREE_NBYTES + REPEATED_TIMES * nbytes
 
 
 def _computed_rank(files: int, number: int, part: int) -> int:
     """Returns the rank whose stream an array is that is computed: part `part` of leaf `number`."""
-    return files + (number << PARTS) + part
+    return files + (number << PART_BITS) + part
 
 
 class _ChunkFinder:
@@ -335,12 +335,12 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
         contents.structure, iter([None if leaf is ... else leaf for _, leaf in contents.leaves]), resolve=resolve
     )
     described = describe_tree(tree, rank=0)
-    values = described.values | {one.path: TypedValue(REFUSED, (one.what[:200], one.why)) for one in contents.refused}
+    refused = {leaf.path: TypedValue(REFUSED, (leaf.what[:200], leaf.why)) for leaf in contents.refused}
     index = build_index(
         merge_rank_trees([RankClass(encode_runs([0]), described.inventory)], 1),
         None,
         file_table((number, 0, 0, nbytes, 0) for number, nbytes in enumerate(sizes.values())),
-        values=values,
+        values=described.values | refused,
         own_values={},
         save_id=xxhash.xxh3_64_hexdigest(repr(list(sizes.items())).encode()),
         step=None,
@@ -382,13 +382,13 @@ def with_found_chunks(index: ForeignIndex) -> ForeignIndex:
     return ForeignIndex(**{**fields, "leaves": tuple(leaves)})
 
 
-def _boxes(found: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
+def _boxes(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
     """Encodes the chunks of an array; there are none of an empty one."""
-    if not found:
+    if not chunks:
         empty = encode_runs([])
         return BoxChunks((empty,) * len(shape), (empty,) * len(shape), empty, empty)
-    found = sorted(found, key=lambda chunk: chunk.region.offset)
-    columns = ([chunk.region.offset for chunk in found], [chunk.region.shape for chunk in found])
-    offsets, shapes = (np.array(column, np.int64).reshape(len(found), len(shape)) for column in columns)
-    ranks, starts = np.array([chunk.rank for chunk in found]), np.array([chunk.start for chunk in found])
+    chunks = sorted(chunks, key=lambda chunk: chunk.region.offset)
+    columns = ([chunk.region.offset for chunk in chunks], [chunk.region.shape for chunk in chunks])
+    offsets, shapes = (np.array(column, np.int64).reshape(len(chunks), len(shape)) for column in columns)
+    ranks, starts = np.array([chunk.rank for chunk in chunks]), np.array([chunk.start for chunk in chunks])
     return encode_boxes(shape, offsets, shapes, ranks, starts)

@@ -35,12 +35,12 @@ MAX_PICKLE = 1 << 30
 """The largest pickle of a checkpoint in bytes, without the byte strings that stay in the file."""
 MIN_LEFT_IN_FILE = 4 << 10
 """Bytes from which a byte string stays in the file."""
-BUFFER = 1 << 20
-SHORT = 8
+BUFFER_NBYTES = 1 << 20
+SHORT_ARGUMENT = 8
 """Elements of an argument that one instruction may copy."""
 FREE_STEPS = 1 << 18
 """Steps of any pickle, however small."""
-STEPS = 8
+STEPS_PER_BYTE = 8
 """Steps for each byte of a pickle beyond these: one of a checkpoint takes about one, never more than three."""
 MAX_KEY_DEPTH = 100
 """Levels of tuples in a key or an element of a set: hashing takes the stack of the process for each."""
@@ -67,7 +67,7 @@ class UnbuiltObject(msgspec.Struct, eq=False):
     args: tuple[Any, ...]
     state: Any = None
     items: list[Any] = []
-    """Elements or (key, value) pairs."""
+    """The elements or (key, value) pairs that were added to it."""
     why: str = ""
     """The error of the constructor of that name; empty if there is none."""
 
@@ -163,10 +163,11 @@ class StepBudget:
             CorruptError: they are too many.
         """
         self._taken += steps
-        if self._taken > FREE_STEPS + STEPS * self.nbytes:
+        limit = FREE_STEPS + STEPS_PER_BYTE * self.nbytes
+        if self._taken > limit:
             raise CorruptError(
                 self.label,
-                expected=f"a pickle of {self.nbytes} bytes that takes at most {FREE_STEPS + STEPS * self.nbytes} steps",
+                expected=f"a pickle of {self.nbytes} bytes that takes at most {limit} steps",
                 found="containers that hold, copy or compare each other over and over",
                 hint="No program writes such a checkpoint",
             )
@@ -193,10 +194,10 @@ class StepBudget:
             weight = self._weight(key)
             if counts is None:
                 counts = {} if same is None else same.setdefault(into, {})
-            found = hash(key)
-            count = counts.get(found, 0)
+            hashed = hash(key)
+            count = counts.get(hashed, 0)
             self.take(weight * count)
-            counts[found] = count + 1
+            counts[hashed] = count + 1
 
     def _weight(self, key: Any) -> int:
         """Counts the parts of a key, each as often as it stands in it, and returns their number."""
@@ -221,7 +222,7 @@ class Unpickled(msgspec.Struct, frozen=True):
     steps: int
     """Number of its instructions: no valid tree has many more nodes."""
     budget: StepBudget
-    """For what is built of it."""
+    """The budget, for what is built of the value."""
 
 
 class _PickleStream:
@@ -253,7 +254,7 @@ class _PickleStream:
 
     def _fill(self, count: int) -> None:
         """Reads at least `count` bytes into the buffer; none at the end of the file."""
-        size = min(max(count, BUFFER), self._window.size - self._at)
+        size = min(max(count, BUFFER_NBYTES), self._window.size - self._at)
         if self._budget.nbytes > MAX_PICKLE:
             raise ValueError(f"a pickle of more than {MAX_PICKLE} bytes")
         if count > size:  # before memory is allocated for what is not there
@@ -317,7 +318,7 @@ class _PickleMachine:
     def __init__(self, constructors: Constructors, persistent: Callable[[Any], Any] | None, budget: StepBudget) -> None:
         self.constructors, self.persistent, self.budget = constructors, persistent, budget
         self._same: dict[int, dict[int, int]] = {}
-        """Of each dict and set that has other keys than texts and small numbers: see `StepBudget.hash_keys`."""
+        """Hashes of dicts and sets that have other keys than texts and small numbers: see `StepBudget.hash_keys`."""
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -408,7 +409,7 @@ class _PickleMachine:
                 kind is int and arg.bit_length() > 256
             ):  # fractions and ranges divide numbers, in steps of their length squared
                 self.budget.take((arg.bit_length() >> 8) ** 2)
-            elif kind in _COPIED and len(arg) > SHORT:
+            elif kind in _COPIED and len(arg) > SHORT_ARGUMENT:
                 self.budget.take(len(arg))
         kind = name.rpartition(" ")[2]
         if kind in _HASHING and args and type(args[0]) in _COPIED:

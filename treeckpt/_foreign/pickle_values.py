@@ -42,9 +42,9 @@ _CODE, _HELD = "Making it would run its code", "It is none of what checkpoints h
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 MAX_CODE = 64
 """Characters of the code of a numpy dtype."""
-PATH = 64
+PATH_STEP = 64
 """Characters of a path that cost one step."""
-NODES = 100_000
+FREE_NODES = 100_000
 """The largest number of nodes of a tree from a pickle with few instructions."""
 
 
@@ -173,9 +173,9 @@ def _zone(key: Any, *_: Any) -> zoneinfo.ZoneInfo:
 
 def _named(owner: Any, name: Any) -> Symbol:
     """Returns what older protocols look up by getattr: a nested name, of those that are known."""
-    if not isinstance(owner, Symbol) or type(name) is not str or (found := f"{owner.text}.{name}") not in PLAIN:
+    if not isinstance(owner, Symbol) or type(name) is not str or (full := f"{owner.text}.{name}") not in PLAIN:
         raise ValueError(f"a look-up in {brief(owner)}")
-    return Symbol(found)
+    return Symbol(full)
 
 
 _PATH_MODULES = ("pathlib", "pathlib._local")
@@ -329,17 +329,17 @@ def build_tree(read: Unpickled, label: str, refused: list[RefusedLeaf] | None = 
 
 class _TreeBuilder:
     def __init__(self, label: str, read: Unpickled, refused: list[RefusedLeaf] | None) -> None:
-        self.label, self.left, self.refused = label, max(NODES, 2 * read.steps), refused
+        self.label, self.left, self.refused = label, max(FREE_NODES, 2 * read.steps), refused
         self.budget = read.budget
         self._copied: set[int] = set()
-        """By identity, the byte strings of which one value was made: further values of them are copies."""
+        """The identities of byte strings of which one value was made: further values of them are copies."""
         self.made: dict[int, tuple[Any, Any, RefusedLeaf | None]] = {}
-        """By identity of a node: the node, its value, and why it has none."""
+        """Each node, its value, and why it has none, by the identity of the node."""
 
     def build(self, node: Any, path: str, depth: int) -> Any:
         self.left -= 1
-        if len(path) > PATH:  # each is a text of its own
-            self.budget.take(len(path) // PATH)
+        if len(path) > PATH_STEP:  # each is a text of its own
+            self.budget.take(len(path) // PATH_STEP)
         if self.left < 0 or depth > MAX_DEPTH:
             raise FormatError(
                 self.label,
@@ -412,9 +412,9 @@ class _TreeBuilder:
             return node.bytes()
         if isinstance(node, Symbol):
             module, _, name = node.text.partition(" ")
-            found = _torch_constant(name) if module == "torch" else None
+            constant = _torch_constant(name) if module == "torch" else None
             named = node.text.replace(" ", ".")
-            return self._refuse(path, f"the class or function {named}") if found is None else found
+            return self._refuse(path, f"the class or function {named}") if constant is None else constant
         if isinstance(node, UnbuiltObject):
             what = f"an object made by {node.symbol.replace(' ', '.')}"
             return self._refuse(path, f"{what} ({node.why})", _HELD) if node.why else self._refuse(path, what)
@@ -451,17 +451,17 @@ def _torch_constant(name: str) -> Any:
     """Returns the dtype or layout of torch of that name."""
     import torch
 
-    found = vars(torch).get(name)
-    return found if isinstance(found, (torch.dtype, torch.layout)) else None
+    constant = vars(torch).get(name)
+    return constant if isinstance(constant, (torch.dtype, torch.layout)) else None
 
 
-def refusal(found: RefusedLeaf, label: str) -> TreeError:
+def refusal(leaf: RefusedLeaf, label: str) -> TreeError:
     """Returns the error for a leaf that cannot be built."""
-    leave = f"Leave it out (exclude={found.path!r}, --exclude {found.path!r}), or have" if found.path else "Have"
+    leave = f"Leave it out (exclude={leaf.path!r}, --exclude {leaf.path!r}), or have" if leaf.path else "Have"
     return TreeError(
-        f"{found.path}: {label}",
+        f"{leaf.path}: {label}",
         expected="tensors, arrays, containers and plain values",
-        found=found.what[:200],
-        hint=f"{found.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
+        found=leaf.what[:200],
+        hint=f"{leaf.why}. {leave} the program that wrote it save plain values; of a module or optimizer, "
         "its state_dict()",
     )

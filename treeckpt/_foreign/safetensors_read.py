@@ -20,7 +20,7 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.tree.spec import ArraySpec
 from .._io.storage.foreign_formats import SAFETENSORS_INDEX
 from .._io.storage.store import Store
-from ..errors import CorruptError, FormatError, TreeckptError
+from ..errors import CheckpointNotFound, CorruptError, FormatError, TreeckptError
 from .files import FileRange, ForeignTree, flat_array, new_address, store_window
 
 MAX_HEADER = 100 << 20
@@ -67,16 +67,16 @@ def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str,
         entries, data = _header(window)
         raw = entries.pop("__metadata__", None)
         metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw is not None else {}
-        found = {name: _entry(name, entry, data) for name, entry in entries.items()}
+        tensors = {name: _entry(name, entry, data) for name, entry in entries.items()}
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(window.label, expected="a safetensors file", found=f"{error}"[:200]) from error
     for name, of in list(metadata.items()):
-        if of in entries and name not in found:
-            found[name] = found[of]
+        if of in entries and name not in tensors:
+            tensors[name] = tensors[of]
             del metadata[name]
-    return found, metadata
+    return tensors, metadata
 
 
 def _entry(name: str, raw: msgspec.Raw, data: FileRange) -> LazyArray:
@@ -105,23 +105,25 @@ def read_sharded(store: Store) -> ForeignTree:
     indexes = [name for name in sizes if name.endswith(SAFETENSORS_INDEX)]
     wanted = _read_index(store, indexes) if indexes else {}
     names = set(wanted.values()) if indexes else {name for name in sizes if name.endswith(".safetensors")}
+    if not names:
+        raise CheckpointNotFound(store.url, expected="files of safetensors", found="none that can be read")
     if not indexes:
         _check_shards(store.url, names)
-    found: dict[str, LazyArray] = {}
+    stored: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
     for name in sorted(names):
         if name not in sizes:
             raise CorruptError(f"{store.url}/{name}", expected="a shard that the index names", found="no such file")
         tensors, more = read_safetensors(store_window(store, name, sizes))
-        if twice := found.keys() & tensors.keys():
+        if twice := stored.keys() & tensors.keys():
             raise FormatError(f"{store.url}/{name}", expected="each tensor once", found=f"{min(twice)[:80]!r} again")
-        found |= tensors
+        stored |= tensors
         metadata |= more
-    if missing := wanted.keys() - found.keys():
+    if missing := wanted.keys() - stored.keys():
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
-    stored = {name: found.pop(name) for name in wanted}
+    listed = {name: stored.pop(name) for name in wanted}
     beside = sorted(name for name in sizes if name.endswith(".safetensors") and name not in names)
-    return ForeignTree(stored | found, metadata, tuple(beside))
+    return ForeignTree(listed | stored, metadata, tuple(beside))
 
 
 def _check_shards(url: str, names: Iterable[str]) -> None:

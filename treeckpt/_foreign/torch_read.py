@@ -64,9 +64,9 @@ class ZipEntry(msgspec.Struct, frozen=True):
     """An entry of an archive that is read."""
 
     window: FileRange
-    """Its contents."""
+    """The bytes of its contents."""
     crc: int
-    """CRC-32 of these, as the archive's directory has it."""
+    """The CRC-32 of its contents, as the archive's directory has it."""
 
 
 def find_entries(window: FileRange) -> dict[str, ZipEntry]:
@@ -112,7 +112,7 @@ STORAGES = {
 }  # fmt: skip
 """The classes of storages that have a dtype, as torch names them in files."""
 MAX_DIMS = 1000
-"""Dimensions of a tensor that are looked at; `check_shape` refuses fewer by the path of the leaf."""
+"""Dimensions of a tensor that are looked at; `ForeignCheckpoint.contents` refuses fewer by the path of the leaf."""
 MAX_KEY = 1000
 """Characters of the name of a storage."""
 
@@ -123,8 +123,7 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
     entry: EntryChecksum
     dtype: str
     size: int
-    """In elements, of bytes where there is no dtype."""
-    address: int
+    """The number of elements, of bytes where there is no dtype."""
 
     def __repr__(self) -> str:
         return f"a storage of {self.dtype or 'bytes'}"
@@ -134,9 +133,8 @@ class _TorchArchive:
     """The entries and storages of one file."""
 
     def __init__(self, window: FileRange, sums: ArchiveChecksums) -> None:
-        self.sums = sums
         self.entries = {
-            name: sums.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+            name: sums.sum_of(entry.window, entry.crc, name) for name, entry in find_entries(window).items()
         }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
@@ -176,11 +174,12 @@ class _TorchArchive:
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
             entry.window.within(0, nbytes)
-            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.sums.new_address(entry))
-        found = self._storages[key]
-        if (found.dtype, found.size) != (dtype or "", size):
+            entry.is_storage = True
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size)
+        storage = self._storages[key]
+        if (storage.dtype, storage.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
-        return found
+        return storage
 
 
 def _tensor(
@@ -205,7 +204,8 @@ def _tensor(
     if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
-    made = strided_array(spec, flat_of(entry, itemsize), offset, tuple(strides), storage.address, window=entry.window)
+    flat = flat_of(entry.read, itemsize)
+    made = strided_array(spec, flat, offset, tuple(strides), entry.address, window=entry.window)
     return _resolved(made, metadata) if metadata else made
 
 
@@ -369,12 +369,12 @@ class HfaiParts:
     def model(self, number: int) -> dict[Any, Any]:
         """Returns the state dict of model number `number`."""
         pairs = [state["model"][number] for state in self.states]
-        found: dict[Any, Any] = {}
+        whole: dict[Any, Any] = {}
         for params, _ in pairs:
             if not isinstance(params, dict):
                 raise FormatError(self.store.url, expected="state dicts of models", found=brief(params))
-            found |= params
-        united, first = self._united(found, self._large(pairs)), pairs[0][0]
+            whole |= params
+        united, first = self._united(whole, self._large(pairs)), pairs[0][0]
         return copy_attributes(first, OrderedDict(united)) if type(first) is OrderedDict else united
 
     def optimizer(self, number: int) -> dict[Any, Any]:
@@ -405,9 +405,9 @@ def read_hfai(store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) 
     """
     parts = HfaiParts(store, sums, refused)
     first = parts.states[0]
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, make in (("model", parts.model), ("optimizer", parts.optimizer)):
         made = [make(number) for number in range(len(first[key]))]
         if made or key == "model":
-            found[key] = made[0] if len(made) == 1 else made
-    return found | {key: value for key, value in first.items() if key not in _OWN_KEYS}
+            state[key] = made[0] if len(made) == 1 else made
+    return state | {key: value for key, value in first.items() if key not in _OWN_KEYS}

@@ -43,6 +43,7 @@ from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 _NO_SAVE = "0" * 16
 """The save id in the mark of an index that no save can be told of."""
 _LOCKS = frozenset({"deleting", "repairing"})
+_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -61,14 +62,14 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
 
     name: str
     status: Literal["complete", "partial", "corrupt", "unread"]
-    """unread: it could not be read; nothing is known of it, and it stays."""
+    """The state of its checkpoint. Of an unread one, which could not be read, nothing is known, and it stays."""
     modified_ns: int
     files: tuple[FileInfo, ...]
     save_id: str | None = None
     """The save id in the index; None where there is no index, or it cannot be read."""
     problem: str = ""
     path: str = ""
-    """Its path or URL; empty where none is to be named."""
+    """The path or URL of the directory; empty where none is to be named."""
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -89,8 +90,8 @@ class Removal(msgspec.Struct, frozen=True):
     what: Literal["checkpoint", "leftovers"]
     reason: str
     files: tuple[str, ...]
-    """In the order of their deletion. The index of a checkpoint is first; what proves that the save of other files has
-    ended comes behind these, see `proof_order`."""
+    """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
+    files has ended comes behind these, see `proof_order`."""
     nbytes: int
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""
@@ -147,8 +148,8 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
         rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
-        rows += [f"  left      {one.name}: {one.why}" for one in self.left]
-        rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
+        rows += [f"  left      {directory.name}: {directory.why}" for directory in self.left]
+        rows += [f"  failed    {directory.name}: {directory.why}" for directory in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
         return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
@@ -169,27 +170,27 @@ def plan_cleanup(
         busy: names of directories in which the caller itself is saving.
     """
     seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
-    infos = [one.folder for one in seen if one.folder.status == "complete"]
+    infos = [state.folder for state in seen if state.folder.status == "complete"]
     stays = kept(infos, policies)
     removals: list[Removal] = []
     left: list[RetainedDirectory] = []
-    for one in seen:
-        if one.folder.name in busy:
-            found: Removal | RetainedDirectory | None = RetainedDirectory(one.folder.name, "it is being saved")
-        elif one.folder.status == "complete" and one.folder.step not in stays:
-            found = one.unwanted()
+    for state in seen:
+        if state.folder.name in busy:
+            decision: Removal | RetainedDirectory | None = RetainedDirectory(state.folder.name, "it is being saved")
+        elif state.folder.status == "complete" and state.folder.step not in stays:
+            decision = state.unwanted()
         else:
-            found = one.leftovers()
-        if isinstance(found, Removal):
-            removals.append(found)
-        elif found is not None:
-            left.append(found)
+            decision = state.leftovers()
+        if isinstance(decision, Removal):
+            removals.append(decision)
+        elif decision is not None:
+            left.append(decision)
     abandoned = tuple(info.step for info in infos if info.abandoned and info.step in stays)
     warnings = tuple(
         f"{unmeasured_text(metric, infos)}: all are kept until one has" for metric in unmeasured(infos, policies)
     )
     foreign = {
-        one.folder.name: names for one in seen if (names := foreign_files(file.name for file in one.folder.files))
+        state.folder.name: names for state in seen if (names := foreign_files(file.name for file in state.folder.files))
     }
     return CleanReport(
         run,
@@ -208,9 +209,6 @@ def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if parse_file_name(name) is None))
 
 
-_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
-
-
 def proof_order(name: str) -> int:
     """Returns 0 for most files, and a number that rises for those by which a clean-up knows that their save has ended.
 
@@ -227,12 +225,12 @@ def plan_deletion(folder: StepDirectory, times: CleanupTimes, *, force: bool = F
     Args:
         force: also deletes what is no complete checkpoint; nothing of a save that may be alive, and nothing pinned.
     """
-    found = _DirectoryState(folder, times)
-    if found.folder.pinned:
+    state = _DirectoryState(folder, times)
+    if state.folder.pinned:
         return RetainedDirectory(folder.name, "it is pinned")
     if not force and folder.status != "complete":
         return RetainedDirectory(folder.name, f"it is {folder.status}")
-    return found.unwanted(force=force)
+    return state.unwanted(force=force)
 
 
 def plan_leftovers(folder: StepDirectory, times: CleanupTimes) -> Removal | RetainedDirectory | None:
@@ -246,20 +244,20 @@ def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
     Returns:
         The reason for each file, by name.
     """
-    seen, found = _DirectoryState(folder, times), dict[str, str]()
+    seen, reasons = _DirectoryState(folder, times), dict[str, str]()
     stale = {file.name for file in seen.stale()}
     alive = {owned.save_id for file, owned in seen.ours if owned.kind == "progress" and file.alive}
     for file, owned in seen.ours:
         if why := seen.dead.get(owned.save_id):
             why = f"left over by a save that {why}"
         if file.name in stale:
-            found[file.name] = why or "left over"
+            reasons[file.name] = why or "left over"
         elif owned.kind in ("shard", "sidecar", "timings", "progress", "temporary") and owned.save_id not in {
             *alive,
             folder.save_id,
         }:
-            found[file.name] = why or "left over, unless its save is under way"
-    return found
+            reasons[file.name] = why or "left over, unless its save is under way"
+    return reasons
 
 
 class _DirectoryState:
@@ -319,7 +317,7 @@ class _DirectoryState:
 
     def stale(self) -> list[FileInfo]:
         """Returns files that no save and no reader needs any more, without those of the committed save."""
-        found: list[FileInfo] = []
+        stale: list[FileInfo] = []
         for file, owned in self.ours:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
             if owned.kind == "lease":
@@ -343,8 +341,8 @@ class _DirectoryState:
             else:
                 gone = owned.save_id not in self.fresh
             if gone:
-                found.append(file)
-        return sorted(found, key=lambda f: (proof_order(f.name), f.name))
+                stale.append(file)
+        return sorted(stale, key=lambda f: (proof_order(f.name), f.name))
 
     def leftovers(self) -> Removal | RetainedDirectory | None:
         """Decides about the files that are no part of the checkpoint."""

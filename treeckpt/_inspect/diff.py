@@ -42,6 +42,15 @@ Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
 MAX_CHUNKS = 10_000
 """Explicit pieces of one array that are compared."""
+_KINDS = {
+    AliasRecord: "tie",
+    ValueRecord: "value",
+    PerRankValues: "value per rank",
+    PerRankArrays: "array per rank",
+    ArrayRecord: "array",
+    BlobRecord: "value",
+    PerRankBlobs: "value per rank",
+}
 
 
 class Added(msgspec.Struct, frozen=True, tag="added"):
@@ -96,9 +105,9 @@ def diff(a: Index, b: Index) -> Diff:
     changes: list[Change] = []
     same = 0
     for name in before.keys() & after.keys():
-        found = _compare(a, before[name], b, after[name])
-        same += not found
-        changes += found
+        differences = _compare(a, before[name], b, after[name])
+        same += not differences
+        changes += differences
     removed = {n: leaf for n, leaf in before.items() if n not in after}
     added = {n: leaf for n, leaf in after.items() if n not in before}
     for old, new in _moves(a, removed, b, added):
@@ -114,14 +123,14 @@ def diff(a: Index, b: Index) -> Diff:
 def _beside_leaves(a: Index, b: Index) -> list[str]:
     metadata = [{name: msgspec.json.encode(value) for name, value in index.metadata.items()} for index in (a, b)]
     files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
-    found = [f"custom metadata {name}" for name in _different(*metadata)]
-    found += [f"sidecar file {name}" for name in _different(*files)]
+    names = [f"custom metadata {name}" for name in _different(*metadata)]
+    names += [f"sidecar file {name}" for name in _different(*files)]
     if a.by_path.keys() == b.by_path.keys() and a.world == b.world and a.structure != b.structure:
         noted = [_attributes(index) for index in (a, b)]
-        found += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
+        names += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
         bare = [_without_attributes(index.structure) for index in (a, b)]
-        found += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
-    return found
+        names += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
+    return names
 
 
 def _attributes(index: Index) -> dict[str, object]:
@@ -151,8 +160,8 @@ def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
     before, after = _by_name(a), _by_name(b)
     moved = {change.path: change.to for change in found.changes if isinstance(change, Moved)}
     pairs: list[tuple[Leaf, Leaf]] = []
-    for (path, at), leaf in before.items():
-        other = after.get((path, at)) or after.get((moved.get(path, path), at))
+    for (path, number), leaf in before.items():
+        other = after.get((path, number)) or after.get((moved.get(path, path), number))
         if other is None or leaf.stored is None or other.stored is None or _kind(leaf) != _kind(other):
             continue
         alike = (leaf.stored.shape, leaf.stored.dtype) == (other.stored.shape, other.stored.dtype)
@@ -165,18 +174,7 @@ def comparable(a: Index, b: Index, found: Diff) -> list[tuple[Leaf, Leaf]]:
 
 def _by_name(index: Index) -> dict[tuple[str, int], Leaf]:
     """Returns leaves by path, and by a number where groups of ranks share a path."""
-    return {(path, at): leaf for path, leaves in index.by_path.items() for at, leaf in enumerate(leaves)}
-
-
-_KINDS = {
-    AliasRecord: "tie",
-    ValueRecord: "value",
-    PerRankValues: "value per rank",
-    PerRankArrays: "array per rank",
-    ArrayRecord: "array",
-    BlobRecord: "value",
-    PerRankBlobs: "value per rank",
-}
+    return {(path, number): leaf for path, leaves in index.by_path.items() for number, leaf in enumerate(leaves)}
 
 
 def _kind(leaf: Leaf) -> str:
@@ -217,14 +215,14 @@ def _compare(a: Index, x: Leaf, b: Index, y: Leaf) -> list[Change]:
             return [Changed(x.path, "kind", leaf_text(a, x), leaf_text(b, y))]
         same = _exact(x) == _exact(y)
         return [] if same else [Changed(x.path, "value", _values_text(x), _values_text(y))]
-    found: list[Change] = []
+    changes: list[Change] = []
     if x.spec.shape != y.spec.shape:
-        found.append(Changed(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
+        changes.append(Changed(x.path, "shape", shape_text(x.spec.shape), shape_text(y.spec.shape)))
     if x.spec.dtype != y.spec.dtype:
-        found.append(Changed(x.path, "dtype", x.spec.dtype, y.spec.dtype))
+        changes.append(Changed(x.path, "dtype", x.spec.dtype, y.spec.dtype))
     if _layout(a, x) != _layout(b, y):
-        found.append(Changed(x.path, "layout", _layout_text(a, x), _layout_text(b, y)))
-    return found
+        changes.append(Changed(x.path, "layout", _layout_text(a, x), _layout_text(b, y)))
+    return changes
 
 
 def _layout(index: Index, leaf: Leaf) -> object:
@@ -284,11 +282,11 @@ def _moves(
 def _by_end(
     names: dict[tuple[str, int], tuple[object, list[str]]], length: int
 ) -> dict[tuple[object, tuple[str, ...]], list[tuple[str, int]]]:
-    found: dict[tuple[object, tuple[str, ...]], list[tuple[str, int]]] = {}
+    by_end: dict[tuple[object, tuple[str, ...]], list[tuple[str, int]]] = {}
     for name, (signature, steps) in names.items():
         if len(steps) >= length:
-            found.setdefault((signature, tuple(steps[-length:])), []).append(name)
-    return found
+            by_end.setdefault((signature, tuple(steps[-length:])), []).append(name)
+    return by_end
 
 
 def _steps(path: str) -> list[str]:
@@ -323,11 +321,11 @@ def compare_checksums(
     if [c.region for c in left] != [c.region for c in right]:
         return "unknown"
     verdict: ByteComparison = "equal"
-    for one, other in zip(left, right, strict=True):
-        found = _compare_chunks(one, other, checksums[0](one.file), checksums[1](other.file))
-        if found == "changed":
+    for chunk, other in zip(left, right, strict=True):
+        result = _compare_chunks(chunk, other, checksums[0](chunk.file), checksums[1](other.file))
+        if result == "changed":
             return "changed"
-        verdict = verdict if found == "equal" else "unknown"
+        verdict = verdict if result == "equal" else "unknown"
     return verdict
 
 

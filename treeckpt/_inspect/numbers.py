@@ -22,6 +22,20 @@ from .._core.sharding.dtypes import dtype_of, numpy_dtype
 BATCH = 1 << 16
 """Elements that are converted at a time: as float64 they stay in a processor's cache."""
 BINS = 48
+_TORCH_INTS = re.compile("u?int[3567]")
+"""Dtypes of torch that ml_dtypes lacks; an element takes a byte."""
+DOT_ELEMENTS = 8192
+"""Elements of a dot product that BLAS computes in one thread."""
+MIN_SQUARES = 1e-280
+"""A sum of squares below this has lost elements to underflow."""
+MIN_SPREAD_SHARE = 1e-3
+"""A sum of squared deviations below this share of the sum of squares has lost digits if it was computed from that."""
+MAX_EXACT_INTEGER = 2.0**53
+"""Beyond it float64 does not hold all integers."""
+IMAGE_ROWS, IMAGE_COLUMNS = 160, 320
+"""The size of the largest picture."""
+NOT_FINITE_CELL = -128
+"""A cell with an element that is NaN or infinite."""
 
 
 def as_numbers(raw: np.ndarray, dtype: str) -> np.ndarray | None:
@@ -48,10 +62,6 @@ def as_numbers(raw: np.ndarray, dtype: str) -> np.ndarray | None:
     if known.numpy is None and known.itemsize == 1:
         return _byte_values(dtype)[raw.view("u1")]
     return _widen(raw.view(numpy_dtype(dtype)))
-
-
-_TORCH_INTS = re.compile("u?int[3567]")
-"""Dtypes of torch that ml_dtypes lacks; an element takes a byte."""
 
 
 @lru_cache(maxsize=32)
@@ -136,7 +146,7 @@ class ElementStats(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     norm: float | None
-    """Euclidean."""
+    """The Euclidean norm."""
     edges: tuple[float, ...]
     """Edges of the bins, one more than there are bins; empty where no element is finite."""
     bins: tuple[int, ...]
@@ -191,16 +201,6 @@ def _bin_edges(low: float, high: float) -> np.ndarray:
     return np.maximum.accumulate(low * (1 - parts) + high * parts)
 
 
-SHORT = 8192
-"""Elements of a dot product that BLAS computes in one thread."""
-TINY, EXACT = 1e-280, 1e-3
-"""A sum of squares below TINY has lost elements to underflow. A sum of squared deviations below EXACT times the sum of
-squares has lost digits if it was computed from that."""
-
-WIDE = 2.0**53
-"""Beyond it float64 does not hold all integers."""
-
-
 class Moments(msgspec.Struct, frozen=True):
     """Statistics of elements. Complex elements count by magnitude; all but the counts leave out NaN and infinity."""
 
@@ -214,7 +214,7 @@ class Moments(msgspec.Struct, frozen=True):
     spread: float = 0.0
     """Root of the sum of squared differences from the mean."""
     norm: float = 0.0
-    """Euclidean."""
+    """The Euclidean norm."""
 
     @property
     def finite(self) -> int:
@@ -263,17 +263,17 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
         None where elements are no numbers.
     """
     itemsize = dtype_of(dtype).itemsize
-    found = Moments()
+    moments = Moments()
     with np.errstate(all="ignore"):
         for start in range(0, max(len(data), 1), BATCH * itemsize):
             numbers = _numbers(data[start : start + BATCH * itemsize], dtype, itemsize)
             if numbers is None:
                 return None
             part = _batch(np.abs(numbers) if numbers.dtype.kind == "c" else numbers.reshape(-1))
-            if part.largest >= WIDE:
+            if part.largest >= MAX_EXACT_INTEGER:
                 part = _exact(part, data[start : start + BATCH * itemsize], dtype)
-            found = merged(found, part) if start else part
-    return found
+            moments = merged(moments, part) if start else part
+    return moments
 
 
 def _exact(part: Moments, data: np.ndarray, dtype: str) -> Moments:
@@ -318,13 +318,13 @@ def _batch(numbers: np.ndarray) -> Moments:
     values = numbers.astype(np.float64)
     n, scale = len(values), 1.0
     squares = _sum_of_squares(values)
-    if not TINY < squares < math.inf and (low or high):
+    if not MIN_SQUARES < squares < math.inf and (low or high):
         scale = max(abs(low), abs(high))
         values = values / scale
         squares = _sum_of_squares(values)
     mean = float(values.sum()) / n
     spread = squares - mean * mean * n
-    if spread < EXACT * squares:
+    if spread < MIN_SPREAD_SHARE * squares:
         values -= mean
         spread = _sum_of_squares(values)
     return Moments(
@@ -342,7 +342,7 @@ def _batch(numbers: np.ndarray) -> Moments:
 def norm_of(values: np.ndarray) -> float:
     """Computes the Euclidean norm of float64[n] without overflow and underflow of the squares."""
     squares = _sum_of_squares(values)
-    if TINY < squares < math.inf or not len(values):
+    if MIN_SQUARES < squares < math.inf or not len(values):
         return math.sqrt(squares)
     scale = float(np.abs(values).max())
     return scale * math.sqrt(_sum_of_squares(values / scale)) if 0 < scale < math.inf else scale
@@ -350,14 +350,8 @@ def norm_of(values: np.ndarray) -> float:
 
 def _sum_of_squares(values: np.ndarray) -> float:
     """Returns a sum in this thread: BLAS, three times as fast as numpy, divides longer arrays among threads."""
-    parts = (values[start : start + SHORT] for start in range(0, len(values), SHORT))
+    parts = (values[start : start + DOT_ELEMENTS] for start in range(0, len(values), DOT_ELEMENTS))
     return float(sum(part @ part for part in parts))
-
-
-IMAGE_ROWS, IMAGE_COLUMNS = 160, 320
-"""The size of the largest picture."""
-NOT_FINITE_CELL = -128
-"""A cell with an element that is NaN or infinite."""
 
 
 class NumberImage(msgspec.Struct, frozen=True):
@@ -385,7 +379,7 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
     if probe is None or not height or not width or probe.ndim != 1:
         return None
     down, across = (_edges(size, most) for size, most in ((height, IMAGE_ROWS), (width, IMAGE_COLUMNS)))
-    found = np.zeros((len(down) - 1, len(across) - 1))
+    extremes = np.zeros((len(down) - 1, len(across) - 1))
     for row in range(len(down) - 1):
         band = data[down[row] : down[row + 1]]
         for first, last in _spans(across, BATCH // len(band)):
@@ -394,11 +388,11 @@ def number_image(data: np.ndarray, dtype: str) -> NumberImage | None:
             assert values is not None, "the first of them is a number"
             real = np.abs(values) if values.dtype.kind == "c" else values
             starts = across[first:last] - across[first]
-            found[row, first:last] = _extremes(real.reshape(len(band), -1), starts)
-    finite = np.isfinite(found)
-    limit = float(np.abs(found, where=finite, out=np.zeros_like(found)).max())
+            extremes[row, first:last] = _extremes(real.reshape(len(band), -1), starts)
+    finite = np.isfinite(extremes)
+    limit = float(np.abs(extremes, where=finite, out=np.zeros_like(extremes)).max())
     with np.errstate(invalid="ignore", over="ignore"):
-        shares = np.where(finite, found / limit if limit else 0.0, 0.0)
+        shares = np.where(finite, extremes / limit if limit else 0.0, 0.0)
     cells = np.where(finite, np.rint(shares * 127), NOT_FINITE_CELL).astype(np.int8)
     height, width = cells.shape
     return NumberImage(height, width, limit, cells.tobytes())
@@ -423,5 +417,5 @@ def _extremes(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Returns of each run of columns the element with the largest absolute value; NaN if one is not finite."""
     low = np.minimum.reduceat(values.min(0), starts)
     high = np.maximum.reduceat(values.max(0), starts)
-    found = np.where(-low > high, low, high)
-    return np.where(np.isfinite(low) & np.isfinite(high), found, math.nan)
+    extremes = np.where(-low > high, low, high)
+    return np.where(np.isfinite(low) & np.isfinite(high), extremes, math.nan)

@@ -24,7 +24,7 @@ from ..errors import FormatError, MismatchError
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves are below this, because they are stored as a signed integer of 64 bits."""
-SEARCHED = 8192
+SEARCHED_AT_ONCE = 8192
 """Paths that a search tests at once, before it tests each of them."""
 LEAF = ("leaf", "")
 """The kind and the class of a leaf; see `OutlineColumns.forms`."""
@@ -34,9 +34,9 @@ class OutlineRow(msgspec.Struct, frozen=True):
     """One node of a tree."""
 
     number: int
-    """Its place among all nodes, breadth first from the root, 0."""
+    """The place of the node among all, breadth first from the root, which has 0."""
     node: str
-    """Positions from the root."""
+    """The positions that lead to it from the root."""
     key: str
     """The last key of its path."""
     path: str
@@ -46,7 +46,7 @@ class OutlineRow(msgspec.Struct, frozen=True):
     """The class of a namedtuple, dataclass or registered node, else empty."""
     children: int
     first: int
-    """Number of its first leaf; its own for a leaf."""
+    """The number of the first leaf of its subtree; for a leaf, its own."""
     leaves: int
     nbytes: int
     """Stored bytes of the subtree's arrays; shared storage counts where it was written."""
@@ -80,7 +80,7 @@ class OutlineColumns(NamedTuple):
     sums: np.ndarray
     """Stored bytes of all leaves before each one, then of all, int64."""
     spec: np.ndarray
-    """As in `LeafColumns`."""
+    """Of each leaf, the number of its spec in the index, int32; -1 for a leaf that is no array."""
     paths: bytes | memoryview
     path_ends: np.ndarray
     """Where the path of each leaf ends, int64."""
@@ -103,9 +103,9 @@ class _Texts:
         Args:
             text: the run, case-folded, where the texts are to be so.
         """
-        found = (self.run(start, stop) if text is None else text).split("\n")
-        if len(found) == stop - start:
-            return found
+        lines = (self.run(start, stop) if text is None else text).split("\n")
+        if len(lines) == stop - start:
+            return lines
         picked = self.pick(range(start, stop))  # one of them has a line feed of its own, or there is none
         return list(picked) if text is None else [one.casefold() for one in picked]
 
@@ -157,22 +157,22 @@ class Outline:
         Raises:
             MismatchError: there is no such node.
         """
-        found = self._rows(None, 0, 1)
+        rows = self._rows(None, 0, 1)
         for step in name.split(".") if name else ():
-            at = int(step) if step.isascii() and step.isdigit() and len(step) < 10 else found[-1].children
-            if at >= found[-1].children:
+            position = int(step) if step.isascii() and step.isdigit() and len(step) < 10 else rows[-1].children
+            if position >= rows[-1].children:
                 raise MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
-            found += self._rows(found[-1], at, at + 1)
-        return found
+            rows += self._rows(rows[-1], position, position + 1)
+        return rows
 
     def way_to_leaf(self, number: int) -> list[OutlineRow]:
         """Returns the nodes from the root to a leaf."""
-        found = self._rows(None, 0, 1)
-        while (above := found[-1]).children:
+        rows = self._rows(None, 0, 1)
+        while (above := rows[-1]).children:
             low = int(self._columns.child[above.number])
-            at = int(np.searchsorted(self._columns.first[low : low + above.children], number, side="right")) - 1
-            found += self._rows(above, at, at + 1)
-        return found
+            position = int(np.searchsorted(self._columns.first[low : low + above.children], number, side="right")) - 1
+            rows += self._rows(above, position, position + 1)
+        return rows
 
     def children(self, node: str | OutlineRow = "", *, start: int = 0, count: int = 100) -> list[OutlineRow]:
         """Returns the children of a node, given by name or as a row, from position `start` on, at most `count`.
@@ -202,8 +202,8 @@ class Outline:
         path = f"{above.path}/" if above is not None and above.path else ""
         return [
             OutlineRow(
-                number=low + at,
-                node=f"{name}{at}" if above is not None else "",
+                number=low + position,
+                node=f"{name}{position}" if above is not None else "",
                 key=key,
                 path=path + key,
                 kind=kind,
@@ -213,20 +213,20 @@ class Outline:
                 leaves=count,
                 nbytes=nbytes,
             )
-            for at, (key, (kind, cls), children, first_leaf, count, nbytes) in enumerate(rows, start)
+            for position, (key, (kind, cls), children, first_leaf, count, nbytes) in enumerate(rows, start)
         ]
 
     def node_at(self, path: str) -> OutlineRow | None:
         """Returns the node with this path, None if there is none."""
-        [found] = self._rows(None, 0, 1)
+        [row] = self._rows(None, 0, 1)
         for step in path.split("/") if path else ():
-            low = int(self._columns.child[found.number])
-            keys = self._keys.lines(low, low + found.children) if found.children else []
+            low = int(self._columns.child[row.number])
+            keys = self._keys.lines(low, low + row.children) if row.children else []
             if step not in keys:
                 return None
-            at = keys.index(step)
-            [found] = self._rows(found, at, at + 1)
-        return found
+            position = keys.index(step)
+            [row] = self._rows(row, position, position + 1)
+        return row
 
     def search(self, text: str, *, start: int = 0, count: int = 100) -> tuple[list[Leaf], int | None]:
         """Finds leaves from number `start` on whose path contains every word of `text`.
@@ -234,18 +234,18 @@ class Outline:
         Returns:
             At most `count` leaves, and the number at which to continue, None at the end.
         """
-        found: list[Leaf] = []
+        leaves: list[Leaf] = []
         for number in self.matches(text, start=start):
-            if len(found) == count:
-                return found, number
-            found.append(self.index.entries[number])
-        return found, None
+            if len(leaves) == count:
+                return leaves, number
+            leaves.append(self.index.entries[number])
+        return leaves, None
 
     def matches(self, text: str, *, start: int = 0) -> Iterator[int]:
         """Yields the numbers of such leaves."""
         holds, total = words_in(text), len(self._columns.spec)
-        for low in range(start, total, SEARCHED):
-            high = min(low + SEARCHED, total)
+        for low in range(start, total, SEARCHED_AT_ONCE):
+            high = min(low + SEARCHED_AT_ONCE, total)
             folded = self._paths.run(low, high).casefold()
             if not holds(folded):
                 continue
@@ -312,8 +312,8 @@ def _nodes(index: Index) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray,
     texts, below = KeyTextCache(), list[tuple[Node, str]]()
 
     def add(node: Node, path: str) -> None:
-        found = str(node.__struct_config__.tag), getattr(node, "cls", "")
-        form.append(forms.setdefault(found, len(forms)))
+        kind = str(node.__struct_config__.tag), getattr(node, "cls", "")
+        form.append(forms.setdefault(kind, len(forms)))
         counts.append(len(node.children))
         below.append((node, path))
 

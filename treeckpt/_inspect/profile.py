@@ -27,8 +27,19 @@ AGREEMENT = "agree"
 """The phase that ends on all ranks at one time."""
 TOLERANCE_NS = 100_000_000
 """Nanoseconds: hosts whose clocks differ by less are left as they are, for a message can take as long."""
-MAX_NAMES = 3
+MAX_NAMED_HOSTS = 3
 """Hosts that a text names."""
+ROOT_SPAN = "save"
+"""The name of the span around all others."""
+LATE_CALL = "late call"
+"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
+WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
+"""Phases in which a rank mostly waits for others."""
+COORDINATOR_PHASES = frozenset({"publish"})
+"""Phases of the coordinator alone."""
+COPYING_PHASES = frozenset({"stage"})
+"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
+them."""
 
 
 class HostClock(msgspec.Struct, frozen=True):
@@ -37,7 +48,7 @@ class HostClock(msgspec.Struct, frozen=True):
     name: str
     ranks: Runs
     ahead_ns: int
-    """Negative if it is behind."""
+    """Nanoseconds by which the clock is ahead; negative if it is behind."""
 
 
 def differing_clocks(timings: Timings) -> tuple[HostClock, ...]:
@@ -57,8 +68,8 @@ def differing_clocks(timings: Timings) -> tuple[HostClock, ...]:
         return ()
     usual = sorted(end for end, _ in ends)[(len(ends) - 1) // 2]
     reach = max(max(abs(span.start_ns), abs(span.stop_ns)) for span in timings.spans)
-    found = [HostClock(host.name, host.ranks, end - usual) for end, host in ends]
-    differing = [clock for clock in found if TOLERANCE_NS <= abs(clock.ahead_ns) < MAX_TIME - reach]
+    clocks = [HostClock(host.name, host.ranks, end - usual) for end, host in ends]
+    differing = [clock for clock in clocks if TOLERANCE_NS <= abs(clock.ahead_ns) < MAX_TIME - reach]
     return tuple(sorted(differing, key=lambda clock: -abs(clock.ahead_ns)))
 
 
@@ -74,26 +85,13 @@ def clocks_text(clocks: Sequence[HostClock]) -> str:
     named = [
         f"that of {visible(clock.name)} is {seconds_text(abs(clock.ahead_ns) / 1e9)} "
         + ("ahead" if clock.ahead_ns > 0 else "behind")
-        for clock in clocks[:MAX_NAMES]
+        for clock in clocks[:MAX_NAMED_HOSTS]
     ]
-    more = [f"{len(clocks) - MAX_NAMES} more differ"] if len(clocks) > MAX_NAMES else []
+    more = [f"{len(clocks) - MAX_NAMED_HOSTS} more differ"] if len(clocks) > MAX_NAMED_HOSTS else []
     return (
         f"The clocks of the hosts differ: {', '.join(named + more)}. "
         "All times are corrected by that, to the precision of a message between hosts."
     )
-
-
-ROOT_SPAN = "save"
-"""The name of the span around all others."""
-LATE_CALL = "late call"
-"""The time from the first rank's call of save to another rank's. It is no span of a rank, but a phase of the save."""
-WAITING_PHASES = frozenset({"agree", "gather", "wait", "barrier", "broadcast", "open"})
-"""Phases in which a rank mostly waits for others."""
-COORDINATOR_PHASES = frozenset({"publish"})
-"""Phases of the coordinator alone."""
-COPYING_PHASES = frozenset({"stage"})
-"""Phases whose bytes are copied within memory: a later phase writes the same bytes, so those of a rank are without
-them."""
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
@@ -118,7 +116,7 @@ class RankTime(msgspec.Struct, frozen=True):
     stop_ns: int
     busy_ns: int
     nbytes: int
-    """Bytes that it wrote."""
+    """The bytes that the rank wrote."""
     blocked_ns: int | None = None
     """When the call of a background save returned; None for a save in the foreground."""
 
@@ -129,14 +127,14 @@ class SaveProfile(msgspec.Struct, frozen=True):
     start_ns: int
     stop_ns: int
     phases: tuple[PhaseTime, ...]
-    """In the order in which they first began."""
+    """The phases in the order in which they first began."""
     ranks: tuple[RankTime, ...]
     slowest: int | None
     """The rank with the most work; None where there are no spans."""
     slowdown: float
-    """Its work divided by the median rank's."""
+    """The work of the slowest rank divided by that of the median rank."""
     median_ns: int = 0
-    """The median rank's work."""
+    """Nanoseconds of work of the median rank."""
     blocked_ns: int | None = None
     """When the call of the last rank returned; None for a save in the foreground."""
 
@@ -160,7 +158,7 @@ class SpanColumns:
     """Spans as columns, sorted by rank and then as recorded; without the spans named BLOCKING."""
 
     names: tuple[str, ...]
-    """In the order in which they first began."""
+    """The names of spans, in the order in which spans with them first began."""
     name: np.ndarray
     """int64[n], as all columns below: position of the span's name in `names`."""
     rank: np.ndarray
@@ -247,13 +245,9 @@ def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: in
     return total
 
 
-def profile_of(timings: Timings) -> SaveProfile:
-    """Summarizes the spans of a save."""
-    return profile_of_spans(timings, SpanColumns.of(timings))
-
-
-def profile_of_spans(timings: Timings, spans: SpanColumns) -> SaveProfile:
-    """Summarizes the spans of a save, whose columns are given."""
+def profile_of(timings: Timings, spans: SpanColumns | None = None) -> SaveProfile:
+    """Summarizes the spans of a save; `spans` are their columns, if the caller has them."""
+    spans = SpanColumns.of(timings) if spans is None else spans
     if not len(spans.rank):
         return SaveProfile(0, 0, (), (), None, 1.0)
     numbers, row = np.unique(spans.rank, return_inverse=True)
@@ -298,7 +292,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
     counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
     moved = np.zeros(len(spans.names), np.int64)
     np.add.at(moved, spans.name, spans.nbytes)
-    found: list[PhaseTime] = []
+    phases: list[PhaseTime] = []
     edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
     for number, text in enumerate(spans.names):
         ours = times[edges[number] : edges[number + 1]]
@@ -307,7 +301,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
         slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
-        found.append(
+        phases.append(
             PhaseTime(
                 text,
                 len(ours),
@@ -318,7 +312,7 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
                 slowest=slowest,
             )
         )
-    return tuple(found)
+    return tuple(phases)
 
 
 def span_lanes(spans: Sequence[Span]) -> list[int]:

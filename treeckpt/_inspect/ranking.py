@@ -15,13 +15,15 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-ALIKE = 4
+MIN_GROUP = 4
 """Arrays that a group needs to be compared with."""
-FACTOR = 4.0
+UNUSUAL_FACTOR = 4.0
 """A root mean square so many times the group's median, or one part in so many of it, is unusual."""
-PEAK = 50.0
-"""So is a largest value so many times the root mean square, where it is FACTOR times that of the group."""
+UNUSUAL_PEAK = 50.0
+"""A largest value so many times the root mean square is unusual where it is UNUSUAL_FACTOR times that of the group."""
 ZERO_SCORE, NOT_FINITE_SCORE = 1e3, 1e6
+_LAYER = re.compile(r"(.*?(?:^|[/._])[0-9]+)(?:[/.]|$)")
+"""A path up to its first key or module name that is a number."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -66,8 +68,10 @@ def rank_unusual(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> Ran
         factor = 10.0 ** np.clip(distance, -300, 300)  # the distance of two float64 reaches 632
         apart = np.abs(distance)
         stands_out = np.log10(np.maximum(peak, 1e-300)) - np.nan_to_num(peak_typical)
-    score = np.where(apart >= np.log10(FACTOR), apart, 0.0)
-    score = np.maximum(score, np.where((peak >= PEAK) & (stands_out >= np.log10(FACTOR)), stands_out, 0.0))
+    score = np.where(apart >= np.log10(UNUSUAL_FACTOR), apart, 0.0)
+    score = np.maximum(
+        score, np.where((peak >= UNUSUAL_PEAK) & (stands_out >= np.log10(UNUSUAL_FACTOR)), stands_out, 0.0)
+    )
     score += ZERO_SCORE * (zero & (np.nan_to_num(zeros) < 0.5) & (columns["count"] > 1))
     bad = columns["nan"] + columns["infinite"]
     score += np.where(bad > 0, NOT_FINITE_SCORE * (1 + bad / np.maximum(columns["count"], 1)), 0.0)
@@ -76,13 +80,13 @@ def rank_unusual(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> Ran
 
 
 def _typical(values: np.ndarray, group: np.ndarray, groups: int, use: np.ndarray) -> np.ndarray:
-    """Returns the median of each row's group; NaN where fewer than ALIKE rows of it are used."""
+    """Returns the median of each row's group; NaN where fewer than MIN_GROUP rows of it are used."""
     rows = np.flatnonzero(use)
     rows = rows[np.lexsort((values[rows], group[rows]))]
     starts = np.searchsorted(group[rows], np.arange(groups))
     counts = np.diff(np.append(starts, len(rows)))
     medians = np.full(groups, np.nan)
-    enough = counts >= ALIKE
+    enough = counts >= MIN_GROUP
     middle = starts[enough] + counts[enough] // 2
     medians[enough] = values[rows[middle]]
     return medians[group]
@@ -98,7 +102,7 @@ def reason_of(ranking: Ranking, row: int, nan: int, infinite: int) -> str:
     if not ranking.score[row]:
         return ""
     factor, peak = float(ranking.factor[row]), float(ranking.peak[row])
-    if max(factor, 1 / factor) >= FACTOR:
+    if max(factor, 1 / factor) >= UNUSUAL_FACTOR:
         many = f"{_times(factor)} ×" if factor > 1 else f"1/{_times(1 / factor)} of"
         return f"RMS {many} that of like arrays"
     return f"largest value {_times(peak)} × the RMS"
@@ -109,10 +113,6 @@ def _times(factor: float) -> str:
     return f"{factor:.3g}" if factor < 999.5 or factor >= 1e9 else f"{float(f'{factor:.3g}'):,.0f}"
 
 
-_LAYER = re.compile(r"(.*?(?:^|[/._])[0-9]+)(?:[/.]|$)")
-"""A path up to its first key or module name that is a number."""
-
-
 class LayerChange(msgspec.Struct, frozen=True):
     """How far the arrays of one layer moved together, as one vector."""
 
@@ -121,12 +121,12 @@ class LayerChange(msgspec.Struct, frozen=True):
     changed: int
     """Arrays of which a bit differs."""
     before: float
-    """Euclidean norm."""
+    """The Euclidean norm before; `after` likewise."""
     after: float
     change: float
-    """Norm of the difference."""
+    """The Euclidean norm of the difference."""
     cosine: float | None
-    """Of the angle between the two; None where one is zero."""
+    """The cosine of the angle between the values before and after; None where one of them is zero."""
     not_finite: int
     """Changed elements of which one is infinite or not a number."""
 
@@ -138,15 +138,15 @@ class LayerChange(msgspec.Struct, frozen=True):
 
 def layer_of(path: str) -> str:
     """Returns the part of a path that names its layer: up to the first number, or else up to the last key."""
-    found = _LAYER.match(path)
-    return found[1] if found is not None else path.rpartition("/")[0]
+    match = _LAYER.match(path)
+    return match[1] if match is not None else path.rpartition("/")[0]
 
 
 def relative_changes(before: ArrayLike, change: ArrayLike, not_finite: ArrayLike) -> np.ndarray:
     """Returns change over norm; infinity where elements became or were not finite, or where zeros changed."""
     with np.errstate(all="ignore"):
-        found = np.where(np.equal(change, 0), 0.0, np.divide(change, before))
-    return np.where(np.greater(not_finite, 0) | np.isnan(found), np.inf, found)
+        relative = np.where(np.equal(change, 0), 0.0, np.divide(change, before))
+    return np.where(np.greater(not_finite, 0) | np.isnan(relative), np.inf, relative)
 
 
 def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> list[LayerChange]:
@@ -168,18 +168,18 @@ def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> li
         norms = {name: np.sqrt(total(np.square(columns[name]))) for name in ("before", "after", "change")}
         dots = np.where(np.isnan(columns["cosine"]), 0.0, columns["cosine"]) * columns["before"] * columns["after"]
         cosine = np.clip(total(dots) / (norms["before"] * norms["after"]), -1.0, 1.0)
-    found = [
+    changes = [
         LayerChange(
             layer=layer,
             arrays=int(arrays),
             changed=int(changed),
-            before=float(norms["before"][at]),
-            after=float(norms["after"][at]),
-            change=float(norms["change"][at]),
-            cosine=float(cosine[at]) if np.isfinite(cosine[at]) else None,
+            before=float(norms["before"][number]),
+            after=float(norms["after"][number]),
+            change=float(norms["change"][number]),
+            cosine=float(cosine[number]) if np.isfinite(cosine[number]) else None,
             not_finite=int(not_finite),
         )
-        for (layer, at), arrays, changed, not_finite in zip(
+        for (layer, number), arrays, changed, not_finite in zip(
             numbers.items(),
             total(np.ones(len(group))),
             total(columns["changed"] > 0),
@@ -187,4 +187,4 @@ def layer_changes(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> li
             strict=True,
         )
     ]
-    return sorted(found, key=lambda one: (-one.relative, one.layer))
+    return sorted(changes, key=lambda one: (-one.relative, one.layer))

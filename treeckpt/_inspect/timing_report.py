@@ -37,7 +37,7 @@ from .profile import (
     SpanColumns,
     clocks_text,
     covered_ns,
-    profile_of_spans,
+    profile_of,
     span_lanes,
 )
 
@@ -47,7 +47,10 @@ MIN_SLOWDOWN = 1.2
 MIN_LOSS_NS = 1_000_000
 """Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
 MIN_SHARE = 0.01
-"""Part of the duration of the save below which a loss is none either."""
+"""The part of the duration of a save below which the loss of a rank makes no straggler of it."""
+MAX_STEPS = 1000
+MIN_WAIT_SHARE = 0.1
+"""The share of a save below which the wait for the last call is not worth a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class PhaseMatrix:
     times: np.ndarray
     """int64[rows, phases]: nanoseconds, -1 where a row has no such phase."""
     slowest: np.ndarray
-    """int64[rows, phases]: the rank whose time it is."""
+    """int64[rows, phases]: the rank whose time stands in `times`."""
 
 
 class Straggler(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class Straggler(msgspec.Struct, frozen=True):
 
     rank: int
     phase: str
-    """Empty for all the work that ranks have in common."""
+    """The phase in which it was slow; empty for all the work that ranks have in common."""
     ns: int
     median_ns: int
     score: float
@@ -127,12 +130,12 @@ def group_phase_matrix(matrix: PhaseMatrix, grouping: RankGrouping) -> tuple[Pha
 
 def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tuple[RankGrouping, ...]:
     """Returns the groupings of the ranks: by host, then by each dimension of the meshes that arrays were placed on."""
-    found: list[RankGrouping] = []
+    groupings: list[RankGrouping] = []
     if hosts:
         of = np.full(world, -1, np.int64)
         for number, host in enumerate(hosts):
             of[decode_runs(host.ranks)] = number
-        found.append(RankGrouping("host", tuple(host.name for host in hosts), of))
+        groupings.append(RankGrouping("host", tuple(host.name for host in hosts), of))
     meshes = _named_meshes(index) if index is not None else []
     for name in dict.fromkeys(name for mesh in meshes for name in mesh.names):
         of = np.full(world, -1, np.int64)
@@ -145,14 +148,14 @@ def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tu
             free = known & (of[np.where(known, ranks, 0)] < 0)
             of[ranks[free]] = where[free]
         size = int(of.max(initial=-1)) + 1
-        found.append(RankGrouping(name, tuple(f"{name} {n}" for n in range(size)), of))
-    return tuple(found)
+        groupings.append(RankGrouping(name, tuple(f"{name} {n}" for n in range(size)), of))
+    return tuple(groupings)
 
 
 def _named_meshes(index: Index) -> list[Mesh]:
     """Returns the named meshes of an index, the largest first."""
-    found = {layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout) and layout.mesh.names}
-    return sorted(found, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
+    meshes = {layout.mesh for layout in index.layouts if isinstance(layout, MeshLayout) and layout.mesh.names}
+    return sorted(meshes, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
 
 
 def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggler, ...]:
@@ -160,17 +163,17 @@ def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggle
 
     A rank that called save later than the others is one in the phase LATE_CALL.
     """
-    found: list[Straggler] = []
+    stragglers: list[Straggler] = []
     least_ns = max(MIN_LOSS_NS, MIN_SHARE * profile.seconds * 1e9)
     for column, phase in enumerate(matrix.phases):
         if phase not in WAITING_PHASES | COORDINATOR_PHASES:
             rows = np.flatnonzero(matrix.times[:, column] >= 0)
-            found += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column], least_ns)
+            stragglers += _outliers(phase, matrix.ranks[rows], matrix.times[rows, column], least_ns)
     ranks = np.array([r.rank for r in profile.ranks], np.int64)
     starts = [r.start_ns - profile.start_ns for r in profile.ranks]
-    found += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64), least_ns)
-    found += _outliers(LATE_CALL, ranks, np.array(starts, np.int64), least_ns)
-    return tuple(sorted(found, key=lambda s: (-s.lost_ns, s.rank, s.phase)))
+    stragglers += _outliers("", ranks, np.array([r.busy_ns for r in profile.ranks], np.int64), least_ns)
+    stragglers += _outliers(LATE_CALL, ranks, np.array(starts, np.int64), least_ns)
+    return tuple(sorted(stragglers, key=lambda s: (-s.lost_ns, s.rank, s.phase)))
 
 
 def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray, least_ns: float) -> list[Straggler]:
@@ -181,12 +184,9 @@ def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray, least_ns: float)
     far = (times > median * MIN_SLOWDOWN) & (times - median >= least_ns)
     scores = 0.6745 * (times - median) / deviation if deviation else np.full(len(times), np.inf)
     return [
-        Straggler(int(ranks[at]), phase, int(times[at]), median, float(scores[at]))
-        for at in np.flatnonzero(far & (scores > MIN_SCORE)).tolist()
+        Straggler(int(ranks[row]), phase, int(times[row]), median, float(scores[row]))
+        for row in np.flatnonzero(far & (scores > MIN_SCORE)).tolist()
     ]
-
-
-MAX_STEPS = 1000
 
 
 class CriticalSegment(msgspec.Struct, frozen=True):
@@ -207,26 +207,29 @@ def critical_path(spans: SpanColumns) -> tuple[CriticalSegment, ...]:
     edges = np.searchsorted(spans.rank, np.arange(int(spans.rank[-1]) + 2))
     last = int(lasting[np.lexsort((-spans.depth[lasting], -spans.rank[lasting], spans.stop[lasting]))[-1]])
     rank, now = int(spans.rank[last]), int(spans.stop[last])
-    found: list[CriticalSegment] = []
+    segments: list[CriticalSegment] = []
     for _ in range(MAX_STEPS):  # clocks that disagree can make the path go round in circles
         low, high = int(edges[rank]), int(edges[rank + 1])
-        at = _innermost_span(spans, low, high, now)
-        if at is None:
+        span = _innermost_span(spans, low, high, now)
+        if span is None:
             earlier = spans.stop[low:high][spans.stop[low:high] < now]
             if not len(earlier):
-                _append_segment(found, CriticalSegment(rank, LATE_CALL, int(spans.start.min()), now))
+                _append_segment(segments, CriticalSegment(rank, LATE_CALL, int(spans.start.min()), now))
                 break
             now = int(earlier.max())
             continue
-        phase = spans.names[int(spans.name[at])]
-        begin = _work_start(spans, low, high, at, now)
-        if waits[at] and (other := _last_to_end(spans, inner & ~waits & (spans.rank != rank), begin, now)) is not None:
-            _append_segment(found, CriticalSegment(rank, phase, int(spans.stop[other]), now))
+        phase = spans.names[int(spans.name[span])]
+        begin = _work_start(spans, low, high, span, now)
+        if (
+            waits[span]
+            and (other := _last_to_end(spans, inner & ~waits & (spans.rank != rank), begin, now)) is not None
+        ):
+            _append_segment(segments, CriticalSegment(rank, phase, int(spans.stop[other]), now))
             rank, now = int(spans.rank[other]), int(spans.stop[other])
             continue
-        _append_segment(found, CriticalSegment(rank, phase, begin, now))
+        _append_segment(segments, CriticalSegment(rank, phase, begin, now))
         now = begin
-    return tuple(reversed(found))
+    return tuple(reversed(segments))
 
 
 def _leaves(spans: SpanColumns) -> np.ndarray:
@@ -257,17 +260,13 @@ def _last_to_end(spans: SpanColumns, work: np.ndarray, begin: int, now: int) -> 
     return int(ended[spans.stop[ended].argmax()]) if len(ended) else None
 
 
-def _append_segment(found: list[CriticalSegment], segment: CriticalSegment) -> None:
+def _append_segment(segments: list[CriticalSegment], segment: CriticalSegment) -> None:
     if segment.stop_ns <= segment.start_ns:
         return
-    if found and (found[-1].rank, found[-1].phase) == (segment.rank, segment.phase):
-        found[-1] = msgspec.structs.replace(found[-1], start_ns=segment.start_ns)
+    if segments and (segments[-1].rank, segments[-1].phase) == (segment.rank, segment.phase):
+        segments[-1] = msgspec.structs.replace(segments[-1], start_ns=segment.start_ns)
         return
-    found.append(segment)
-
-
-MIN_WAIT_SHARE = 0.1
-"""The share of a save below which the wait for the last call is not worth a sentence."""
+    segments.append(segment)
 
 
 def late_call_text(profile: SaveProfile, hosts: Sequence[Host]) -> str:
@@ -275,11 +274,11 @@ def late_call_text(profile: SaveProfile, hosts: Sequence[Host]) -> str:
 
     A rank was late if it called in the second half of the time from the first call to the last.
     """
-    calls = sorted(profile.ranks, key=lambda one: (one.start_ns, -one.rank))
+    calls = sorted(profile.ranks, key=lambda call: (call.start_ns, -call.rank))
     wait = calls[-1].start_ns - profile.start_ns if calls else 0
     if wait <= MIN_WAIT_SHARE * (profile.stop_ns - profile.start_ns):
         return ""
-    on_time = [one for one in calls if 2 * (one.start_ns - profile.start_ns) < wait]
+    on_time = [call for call in calls if 2 * (call.start_ns - profile.start_ns) < wait]
     last = _rank_text(calls[-1], hosts)
     if len(calls) - len(on_time) == 1:
         wait = calls[-1].start_ns - on_time[(len(on_time) - 1) // 2].start_ns
@@ -309,7 +308,7 @@ class TimingReport:
 
     @cached_property
     def profile(self) -> SaveProfile:
-        return profile_of_spans(self.timings, self.spans)
+        return profile_of(self.timings, self.spans)
 
     @cached_property
     def matrix(self) -> PhaseMatrix:

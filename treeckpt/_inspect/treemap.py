@@ -114,11 +114,11 @@ def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.
     known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     chunks = 0
     for entry in index.entries:
-        found = _leaf_chunks(entry, known)
-        if found is None:
+        chunks_of_leaf = _leaf_chunks(entry, known)
+        if chunks_of_leaf is None:
             continue
-        parts.append(found)
-        chunks += len(found.rank)
+        parts.append(chunks_of_leaf)
+        chunks += len(chunks_of_leaf.rank)
         if chunks > MAX_CHUNKS:
             sizes = np.array([file.nbytes for file in files], np.int64)
             ranks = np.array([file.rank for file in files], np.int64)

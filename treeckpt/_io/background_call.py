@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ..errors import CheckpointError
+from .process import OwnProcess
 
 T = TypeVar("T")
 _log = logging.getLogger("treeckpt")
@@ -26,13 +27,13 @@ class BackgroundCall(Generic[T]):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._owner = os.getpid()
+        self._owner = OwnProcess()
         self._result: Any = None
         self._error: BaseException | None = None
         self._error_reported = False
         self._is_finished, self._callbacks = False, list[Callable[[Any], object]]()
         self._changed = threading.Condition()
-        """With a lock that a signal handler may take once more, unlike that of an event."""
+        """Told of each change. Its lock, unlike that of an event, may be taken once more by a signal handler."""
 
     def result(self, timeout: float | None = None) -> T:
         """Waits for the end, and returns the result.
@@ -100,11 +101,11 @@ class BackgroundCall(Generic[T]):
 
     def _check_owner(self, is_over: bool) -> None:
         """Refuses to wait in a forked child, where no thread is left that could end the call."""
-        if not is_over and os.getpid() != self._owner:
+        if not is_over and not self._owner.is_this:
             call, _, does = self.words
             raise CheckpointError(
                 self.path,
-                expected=f"a call in process {self._owner}, which {does}",
+                expected=f"a call in process {self._owner.pid}, which {does}",
                 found=f"one in process {os.getpid()}, forked from it while the {call} was under way",
                 hint=f"Call it in the process that began the {call}; a forked child may begin a {call} of its own",
             )

@@ -38,7 +38,7 @@ _DAMAGE = {
 }
 """EBADMSG, EUCLEAN and EILSEQ are checksums and structures of the file system that are wrong; btrfs says EIO."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of a disk or quota that is full."""
+"""The errors of a disk or quota that is full."""
 
 
 def shows_damage(error: BaseException) -> bool:

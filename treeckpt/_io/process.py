@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +78,10 @@ def _call_once(function: Callable[[], object]) -> None:
         function()
 
 
-def _forget() -> None:
-    _finalizers.clear()  # multiprocessing forgets them, and atexit knows its handlers still
-    _called.clear()
-
-
 def call_in_forks(function: Callable[[], object]) -> None:
     """Has a function called in each child that is forked from this process: memory is inherited, and no thread is."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-call_in_forks(_forget)
 
 
 def call_before_threads_end(function: Callable[[], object]) -> None:
@@ -103,17 +95,23 @@ def call_before_threads_end(function: Callable[[], object]) -> None:
             register(function)
 
 
-_known: dict[int, Owner] = {}
+class OwnProcess:
+    """The process in which something was made: a forked child inherits memory, but no thread, connection or lease."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Whether it is the process that asks, not one that was forked from it."""
+        return os.getpid() == self.pid
 
 
+@lru_cache(maxsize=1)
 def this_process() -> Owner:
     """Returns the identity of this process; a forked child has its own."""
     pid = os.getpid()
-    owner = _known.get(pid)
-    if owner is None:
-        _known.clear()
-        owner = _known[pid] = Owner(socket.gethostname(), pid, _boot_id(), _stat(pid)[1])
-    return owner
+    return Owner(socket.gethostname(), pid, _boot_id(), _stat(pid)[1])
 
 
 def usable_cpus() -> int:
@@ -218,13 +216,14 @@ def _finish() -> None:
             over.wait(max(0.0, begin + MAX_WAIT_SECONDS - time.monotonic()))
 
 
-def _forget_requests() -> None:
-    """In a forked child: its parent sends them."""
-    _running.clear()
-    _being_deleted.clear()
+def _forget_parent() -> None:
+    """Forgets in a forked child what its parent does: late requests, and finalizers, which multiprocessing forgets."""
+    for kept in (_finalizers, _called, _running, _being_deleted):
+        kept.clear()
+    this_process.cache_clear()
 
 
-call_in_forks(_forget_requests)
+call_in_forks(_forget_parent)
 
 
 HEARTBEAT_TIMEOUT = 5.0
@@ -237,7 +236,7 @@ class Termination:
     def __init__(self) -> None:
         self.limit = HEARTBEAT_TIMEOUT
         self.signalled_at: float | None = None
-        """When the signal came, on the monotonic clock."""
+        """The moment at which the signal came, on the monotonic clock; None without one."""
         self._listeners = 0
 
     @property

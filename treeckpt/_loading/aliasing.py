@@ -21,20 +21,16 @@ from .._core.tree.spec import ArraySpec
 from ..errors import MismatchError, TreeckptError
 from ..rules._view import ComposedLeaf
 from .match import Load
-from .read_batch import BatchOptions, ReadBatch
+from .read_batch import BatchOptions, FilledArray, ReadBatch
 
 T = TypeVar("T")
 
 
-class Wanted(msgspec.Struct, frozen=True, gc=False):
-    """An array to be filled, and the load that is to do it."""
-
-    job: Load
-    path: str
-    target: ArrayTarget
+Filled = tuple[Load, FilledArray]
+"""An array that is filled, and the load that does it."""
 
 
-def check_ties(wanted: Sequence[Wanted]) -> None:
+def check_ties(wanted: Sequence[Filled]) -> None:
     """Refuses arrays that differ where they would be written to the same memory.
 
     Raises:
@@ -44,13 +40,13 @@ def check_ties(wanted: Sequence[Wanted]) -> None:
     if not wanted:
         return
     found = conflicting_pair(
-        [one.target for one in wanted],
+        [filled.target for _, filled in wanted],
         lambda first, second: _is_one(wanted[first], wanted[second]),
         lambda pieces: read_pieces(wanted, pieces),
-        wanted[0].job.memory,
+        wanted[0][0].memory,
     )
     if found is not None:
-        first, second = (wanted[number].path for number in found)
+        first, second = (wanted[number][1].path for number in found)
         if first == second:
             raise pieces_in_one_place(first)
         raise MismatchError(
@@ -95,36 +91,34 @@ def _place_of(leaf: object, rank: int) -> object:
 
 def are_equal(first: tuple[Load, str], second: tuple[Load, str], spec: ArraySpec) -> bool:
     """Whether two saved arrays, each a path in a load, have the same bytes in the regions and the dtype of a spec."""
-    wanted = [Wanted(job, path, ArrayTarget(spec, None, ())) for job, path in (first, second)]
+    wanted: list[Filled] = []
+    for job, path in (first, second):
+        leaf = job.find(path) or job.filled(path, spec)
+        assert leaf is not None, "the caller has found it"
+        wanted.append((job, FilledArray(path, leaf, ArrayTarget(spec, None, ()))))
     return is_equal(spec, lambda pieces: read_pieces(wanted, pieces), first[0].memory)
 
 
-def read_pieces(wanted: Sequence[Wanted], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
+def read_pieces(wanted: Sequence[Filled], pieces: Sequence[tuple[int, Sequence[TargetPiece]]]) -> None:
     """Reads what is wanted for targets into other memory."""
     batches: dict[Load, ReadBatch] = {}
     for number, parts in pieces:
-        job, path, target = wanted[number].job, wanted[number].path, wanted[number].target
+        job, filled = wanted[number]
         batch = batches.setdefault(job, job.new_batch())
-        batch.add_target(path, _leaf(wanted[number]), msgspec.structs.replace(target, pieces=parts))
+        batch.add_target(filled.path, filled.leaf, msgspec.structs.replace(filled.target, pieces=parts))
     for job, batch in batches.items():
         batch.run(BatchOptions(job.memory, job.options.read.verify))
         job.batch.read_nbytes += batch.read_nbytes
 
 
-def _leaf(wanted: Wanted) -> Leaf:
-    leaf = wanted.job.find(wanted.path) or wanted.job.view.filled(wanted.path, wanted.target.spec)
-    assert leaf is not None, "what was found once is there still"
-    return leaf
-
-
-def _is_one(first: Wanted, second: Wanted) -> bool:
+def _is_one(first: Filled, second: Filled) -> bool:
     """Whether two targets take the same saved bytes wherever they share memory, by the index."""
-    if first.job is not second.job or first.target.spec.dtype != second.target.spec.dtype:
+    (job, a), (other, b) = first, second
+    if job is not other or a.target.spec.dtype != b.target.spec.dtype:
         return False
-    a, b = _leaf(first), _leaf(second)
-    if identity_of(a) == identity_of(b) and in_same_memory(first.target, second.target):
+    if identity_of(a.leaf) == identity_of(b.leaf) and in_same_memory(a.target, b.target):
         return True
-    places = _place(a, first.target), _place(b, second.target)
+    places = _place(a.leaf, a.target), _place(b.leaf, b.target)
     return places[0] is not None and places[0] == places[1]
 
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from .._io.background_call import BackgroundCall
 from .._io.process import call_before_threads_end
 from .._io.storage.checkpoint import Checkpoint
@@ -21,7 +19,7 @@ from .._io.storage.open import open_store
 from .._io.storage.wrapped_store import CountingStore
 from .._threads import start_thread
 from ..errors import CheckpointError
-from .overlay import Bank, as_bank
+from .overlay import as_bank
 
 _EXITING = threading.Event()
 """Set when the interpreter begins to end."""
@@ -87,7 +85,7 @@ def _stopped_at_exit(path: Any) -> Any:
     """Returns what is read in the place of a path, with reads that fail once the interpreter is ending."""
     bank = as_bank(path)
     if bank is not None:
-        return Bank(msgspec.structs.replace(source, path=_stopped_at_exit(source.path)) for source in bank.sources)
+        return bank.opened(list(map(_stopped_at_exit, bank.paths)))
     return path if isinstance(path, Checkpoint) else CountingStore(for_reading(open_store(path)), _check_exit)
 
 

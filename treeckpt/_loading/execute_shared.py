@@ -17,7 +17,6 @@ import datetime
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,11 +221,6 @@ def _host() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
-
-
-def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
-    """Returns `relay.together(step)`; for None a context that does nothing."""
-    return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
 def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], once: bool | None) -> SharedRead | None:

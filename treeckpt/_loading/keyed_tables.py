@@ -547,7 +547,7 @@ def _joined(
     pieces = [one for piece in own.pieces for one in row_pieces(piece.data, found, row, nbytes)]
     batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
-    slot = batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
+    batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
     if giver is not job:
         job.batch.after.append(partial(job.run_now, batch))
-    return slot
+    return LeafPlaceholder(own.leaf)

@@ -12,7 +12,16 @@ from functools import partial
 
 import msgspec
 
-from .._arrays.registry import abstract_of, build_tensor, is_same_value, is_value, library_of, resolve
+from .._arrays.registry import (
+    abstract_of,
+    build_tensor,
+    is_same_value,
+    is_value,
+    library_of,
+    like_of,
+    resolve,
+    target_of,
+)
 from .._core.format.records import AliasRecord, Leaf
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.region import strides_in
@@ -35,12 +44,12 @@ from .._io.os_errors import wrap_read_error
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError, TreeckptError
 from ..reports import LoadReport
-from .aliasing import Wanted, check_ties, tied_to
-from .execute_shared import open_relay, together
+from .aliasing import check_ties, tied_to
+from .execute_shared import open_relay
 from .keyed_tables import check_tables, column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .plan import LeafPlaceholder
-from .read_batch import BatchOptions, add_changed
+from .read_batch import BatchOptions, add_changed, together
 
 # without like ----------------------------------------------------------------------------------------------------
 
@@ -73,10 +82,10 @@ class _SavedTree(msgspec.Struct):
         known = made.node, tuple(map(id, made.parts.values()))
         if known in self.tensors:
             return self.tensors[known]  # tied when it was saved
-        found = self.tensors[known] = build_tensor(made, path)
-        if isinstance(found, dict) and not any(part is ... for part in made.parts.values()):
+        made_tensor = self.tensors[known] = build_tensor(made, path)
+        if isinstance(made_tensor, dict) and not any(part is ... for part in made.parts.values()):
             self.job.in_parts.append((path, made.node.cls))
-        return found
+        return made_tensor
 
 
 def _match_saved(job: Load) -> _SavedTree:
@@ -84,17 +93,18 @@ def _match_saved(job: Load) -> _SavedTree:
 
     A container of a class of which nothing is loaded is `...` as a whole: its class may not be in this program.
     """
-    job.view.check_fills()
-    job.options.check_used(lambda: job.view.names)
+    if job.ruled is not None:
+        job.ruled.check_fills()
+    job.options.check_used(lambda: job.names)
     order = [leaf for leaf in job.view.entries if leaf.ranks is None or job.owns(leaf)]
     taken = [leaf for leaf in order if job.selected(leaf.path) and leaf.number not in job.index.offsets]
     job.read_blobs(taken)
-    found = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
+    by_path = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = _own_structure(structure, job)
     left_out = LeafPlaceholder(...)
-    slots = [found.get(leaf.path, left_out) for leaf in order]
+    slots = [by_path.get(leaf.path, left_out) for leaf in order]
     if job.options.is_part or job.damaged:
         taken = [slot is not left_out for slot in slots]
         structure, kept = without_left_out(structure, taken, job.selected)
@@ -115,10 +125,10 @@ def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
 def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
-    found: dict[str, LeafPlaceholder] = {}
+    by_path: dict[str, LeafPlaceholder] = {}
     if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
-        found = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
-    plain = [leaf for leaf in taken if leaf.path not in found]
+        by_path = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
+    plain = [leaf for leaf in taken if leaf.path not in by_path]
     whole = {leaf.number for leaf in plain}
     for leaf in plain:
         if leaf.number in made:
@@ -136,8 +146,8 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
         if leaf.number not in made:
             made[leaf.number] = slot = LeafPlaceholder()
             job.batch.after.append(partial(_tie, job, leaf, slot, made))
-        found[leaf.path] = made[leaf.number]
-    return found
+        by_path[leaf.path] = made[leaf.number]
+    return by_path
 
 
 def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPlaceholder]) -> None:
@@ -166,9 +176,9 @@ def _own_structure(structure: Structure, job: Load) -> Structure:
         own = child_of_rank(structure, job.source_rank, "")
         return PerRankNode((encode_runs([job.rank]),), (own,))
     children = list(structure.children)
-    for at, child in enumerate(children):
+    for number, child in enumerate(children):
         if child is not None:
-            children[at] = _own_structure(child, job)
+            children[number] = _own_structure(child, job)
     return msgspec.structs.replace(structure, children=tuple(children))
 
 
@@ -201,33 +211,19 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = compare_containers(job, like, structure)
-    whole = frozenset(id(one.here) for one in sequences.values())
+    whole = frozenset(id(sequence.here) for sequence in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
-    pairs: list[tuple[object, str, Leaf | None]] = []
-    for text, wanted in leaves:
-        path = index_path(text, job.rank)
-        leaf = None
-        if path in job.damaged and not in_place:
-            wanted = ...
-        if type(wanted) is TableColumn:
-            leaf = find_column(job, wanted, path)
-        elif wanted is not ... and not (id(wanted) in whole and path in sequences) and job.selected(path):
-            leaf = job.find(path)
-            if leaf is None:
-                leaf = job.view.filled(path, abstract_of(wanted, path, job.here))
-            if leaf is None:
-                _check_container(job, wanted, path)
-                job.missing.append(path)
-        pairs.append((wanted, path, leaf))
+    places = [(wanted, index_path(text, job.rank)) for text, wanted in leaves]
+    is_whole = not (sequences or job.options.is_part or job.damaged or job.ruled)
     tied: dict[str, int] = {}
-    if missing := set(job.missing):  # unless it is one array with a leaf that was found
-        there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
-        lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
-        tied = tied_to(lacking, there, job.here, in_place=in_place)
-        job.missing = [path for path in job.missing if path not in tied]
-        check_no_tensors(job.missing, job.view.structure)
-    job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
+    if is_whole and [path for _, path in places] == [leaf.path for leaf in job.view.entries]:
+        pairs = _pair_in_order(job, places)  # the usual case: nothing is missing or left over
+    else:
+        pairs = _pair_by_path(job, places, sequences, in_place=in_place)
+        if job.missing:
+            tied = _tie_missing(job, pairs, in_place=in_place)
+        job.check_keys({path: wanted for wanted, path, _ in pairs}, sequences)
     ties: dict[tuple[int, int], LeafPlaceholder] = {}
     job.read_blobs(leaf for wanted, _, leaf in pairs if type(wanted) is not TableColumn)
     slots = [
@@ -242,6 +238,65 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
         slots = [slots[tied.get(path, number)] for number, (_, path, _) in enumerate(pairs)]
     loaded = {path: leaf is not None for _, path, leaf in pairs}
     return _MatchedTree(like, job.options.namespace, [wanted for _, wanted in leaves], slots, whole, loaded)
+
+
+_Pairs = list[tuple[object, str, Leaf | None]]
+"""Of each leaf of a tree: what is wanted, its path, and the saved leaf that is loaded there."""
+
+
+def _pair_in_order(job: Load, places: Sequence[tuple[object, str]]) -> _Pairs:
+    """Pairs the leaves of a tree with all saved ones, which have the same paths in the same order."""
+    pairs: _Pairs = []
+    for (wanted, path), leaf in zip(places, job.view.entries, strict=True):
+        if type(wanted) is TableColumn:
+            pairs.append((wanted, path, find_column(job, wanted, path)))
+        elif wanted is ...:
+            pairs.append((wanted, path, None))
+        else:
+            pairs.append((wanted, path, leaf if leaf.ranks is None else job.find(path)))
+    return pairs
+
+
+def _pair_by_path(
+    job: Load, places: Sequence[tuple[object, str]], whole: Mapping[str, SequenceReplacement], *, in_place: bool
+) -> _Pairs:
+    """Pairs the leaves of a tree with saved ones by path; notes what is missing.
+
+    Args:
+        whole: the sequences that take the saved content whole, by path.
+    """
+    ids = {id(sequence.here) for sequence in whole.values()}
+    pairs: _Pairs = []
+    for wanted, path in places:
+        leaf = None
+        if path in job.damaged and not in_place:
+            wanted = ...
+        if type(wanted) is TableColumn:
+            leaf = find_column(job, wanted, path)
+        elif wanted is not ... and not (id(wanted) in ids and path in whole) and job.selected(path):
+            leaf = job.find(path)
+            if leaf is None:
+                leaf = job.filled(path, abstract_of(wanted, path, job.here))
+            if leaf is None:
+                _check_container(job, wanted, path)
+                job.missing.append(path)
+        pairs.append((wanted, path, leaf))
+    return pairs
+
+
+def _tie_missing(job: Load, pairs: _Pairs, *, in_place: bool) -> dict[str, int]:
+    """Takes leaves that are one array with a leaf that was found out of the missing ones; returns its number by path.
+
+    Raises:
+        MismatchError: an array is missing where a tensor in parts was saved.
+    """
+    missing = set(job.missing)
+    there = [(number, wanted) for number, (wanted, _, leaf) in enumerate(pairs) if leaf is not None and leaf.spec]
+    lacking = [(path, wanted) for wanted, path, _ in pairs if path in missing]
+    tied = tied_to(lacking, there, job.here, in_place=in_place)
+    job.missing = [path for path in job.missing if path not in tied]
+    check_no_tensors(job.missing, job.view.structure)
+    return tied
 
 
 def compare_containers(job: Load, like: object, structure: Structure) -> dict[str, SequenceReplacement]:
@@ -272,10 +327,10 @@ def compare_containers(job: Load, like: object, structure: Structure) -> dict[st
     )
 
 
-def _content(job: Load, one: SequenceReplacement) -> object:
+def _content(job: Load, sequence: SequenceReplacement) -> object:
     """Returns the saved content of a sequence of values."""
-    values = (job.value(leaf, path) for path in one.paths if (leaf := job.find(path)) is not None)
-    return one.content(values, resolve=resolve, namespace=job.options.namespace)
+    values = (job.value(leaf, path) for path in sequence.paths if (leaf := job.find(path)) is not None)
+    return sequence.content(values, resolve=resolve, namespace=job.options.namespace)
 
 
 def _check_container(job: Load, wanted: object, path: str) -> None:
@@ -303,7 +358,8 @@ def _slot(
     if leaf.spec is None:
         value = job.value(leaf, path)
         if isinstance(wanted, ArraySpec) or (
-            _is_array_like(wanted) and job.target(wanted, path, in_place=in_place) is not None
+            _is_array_like(wanted)
+            and (target_of(wanted, path, job.here) if in_place else like_of(wanted, path, job.here, None)) is not None
         ):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
@@ -314,29 +370,30 @@ def _slot(
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     slot = ties.get((id(wanted), base))
     if slot is None:
-        slot = ties[id(wanted), base] = job.array(path, leaf, wanted, in_place=in_place)
+        add = job.fill if in_place else job.array
+        slot = ties[id(wanted), base] = add(path, leaf, wanted)
     return slot
 
 
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay = open_relay(comm, [checkpoint], options.read.once)
+    relay = open_relay(comm, [checkpoint], options.read.once) if comm.size > 1 else None
     with together(relay):
         job = Load(checkpoint, comm, options)
         if options.ids is not None:
             check_tables(job, options.ids)
-        found = _match_saved(job) if like is None else _match(job, like, in_place=False)
+        matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
     read = options.read
     job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
-    tree = found.build()
-    if isinstance(found, _MatchedTree):
-        _update_metadata(tree, job, found)
+    tree = matched.build()
+    if isinstance(matched, _MatchedTree):
+        _update_metadata(tree, job, matched)
     return tree, job.report()
 
 
-def _update_metadata(tree: object, job: Load, found: _MatchedTree) -> None:
+def _update_metadata(tree: object, job: Load, matched: _MatchedTree) -> None:
     structure, rank = job.view.structure, job.rank if job.options.rules else job.source_rank
-    update_metadata(tree, structure, found.loaded, rank=rank, namespace=job.options.namespace)
+    update_metadata(tree, structure, matched.loaded, rank=rank, namespace=job.options.namespace)
 
 
 def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: object, comm: Comm) -> list[LoadReport]:
@@ -345,14 +402,15 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     All checks of the sources come before the first byte, and all arrays before the first value.
     """
     options = sources[0][1]
-    relay = open_relay(comm, [checkpoint for checkpoint, _ in sources], options.read.once)
+    checkpoints = [checkpoint for checkpoint, _ in sources]
+    relay = open_relay(comm, checkpoints, options.read.once) if comm.size > 1 else None
     with together(relay):
         new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
             jobs.append(Load(checkpoint, comm, own))
             matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
-        check_ties([Wanted(job, one.path, one.target) for job in jobs for one in job.batch.filled])
+        check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
     reading = BatchOptions(
         jobs[0].memory, options.read.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
     )
@@ -371,8 +429,8 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             raise
     if new is not tree:
         update_in_place(tree, new, is_value=is_value, namespace=options.namespace)
-    for job, found in zip(jobs, matched, strict=True):
-        _update_metadata(tree, job, found)
+    for job, leaves in zip(jobs, matched, strict=True):
+        _update_metadata(tree, job, leaves)
     return [job.report() for job in jobs]
 
 

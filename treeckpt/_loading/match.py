@@ -17,8 +17,17 @@ import numpy as np
 from .._arrays.base import ArrayTarget
 from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
 from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
-from .._core.format.check_index import check_claims
-from .._core.format.records import AliasRecord, ArrayRecord, Leaf, PerRankValues, ValueRecord, WholeChunk, count_chunks
+from .._core.format.check_index import FREE_CHUNKS, check_claims
+from .._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    Index,
+    Leaf,
+    PerRankValues,
+    ValueRecord,
+    WholeChunk,
+    count_chunks,
+)
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
@@ -26,6 +35,7 @@ from .._core.tree.keyed_table import chosen_ids
 from .._core.tree.leaf_differences import SequenceReplacement, Strict, check_same, compare_leaves
 from .._core.tree.paths import check_used, compile_globs, path_text
 from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import empty_container_paths
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import SlabAllocator, available_memory
@@ -34,7 +44,7 @@ from .._io.timing import Recorder
 from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
 from ..rules._rules import Rule, check_scaled
-from ..rules._view import ComposedLeaf, view_of
+from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
 from .options import Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
@@ -128,9 +138,13 @@ class Load:
         self.source_rank = comm.rank % self.index.world
         self.refuse_own = options.fallback.per_rank != "take" and comm.size != self.index.world
         self._comm = comm
-        self.view = view_of(
-            self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=bool(options.strict)
-        )
+        self.ruled: View | None = None
+        """The leaves after the rules; None where there are none."""
+        if options.rules:
+            strict = bool(options.strict)
+            self.ruled = view_of(self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=strict)
+        self.view: Index | View = self.ruled or self.index
+        """The leaves that can be matched."""
         self.take = None if options.read.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
@@ -153,38 +167,46 @@ class Load:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all leaves of the checkpoint, selected or not, after the rules."""
-        return self.view.names
+        """The names of all leaves and empty containers of the checkpoint, selected or not, after the rules."""
+        return frozenset((*self.view.by_path, *empty_container_paths(self.view.structure)))
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
-        return self.options.selects(path) and path not in self.damaged and not self.view.is_kept(path)
+        return self.options.selects(path) and path not in self.damaged and not self.is_kept(path)
+
+    def is_kept(self, path: str) -> bool:
+        """Whether a `Keep` rule leaves the target's value at a path unchanged."""
+        return self.ruled is not None and self.ruled.is_kept(path)
+
+    def filled(self, path: str, wanted: ArraySpec | None) -> Leaf | None:
+        """Returns the array that a `Fill` rule puts where one is wanted and none was saved; None if no rule does."""
+        return None if self.ruled is None else self.ruled.filled(path, wanted)
 
     def _damaged(self) -> dict[str, tuple[DamagedLeaf, ...]]:
         """Returns the damaged parts of each leaf by path, for the rank whose state is loaded."""
         if not self.options.bad:
             return {}
         damaged = damaged_leaves(self.index, self.options.bad, rank=self.source_rank)
-        found: dict[str, tuple[DamagedLeaf, ...]] = {}
+        by_path: dict[str, tuple[DamagedLeaf, ...]] = {}
         for leaf in self.view.entries:
             saved = [s.number for s in leaf.sources.values()] if isinstance(leaf, ComposedLeaf) else [leaf.number]
             parts = [part for number in saved for part in damaged.get(number, ())]
             if parts:
-                found[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
-        return found
+                by_path[leaf.path] = tuple(msgspec.structs.replace(part, path=leaf.path) for part in parts)
+        return by_path
 
     def find(self, path: str) -> Leaf | None:
         """Returns the saved leaf at a path; under `PerRank` the one of the source rank."""
-        found = self.view.by_path.get(path)
-        if found is None:
+        saved = self.view.by_path.get(path)
+        if saved is None:
             return None
-        if found[0].ranks is None:
-            return found[0]
+        if saved[0].ranks is None:
+            return saved[0]
         if self.refuse_own and self.selected(path):
             others = "; or leave this leaf out with `...` in like"
             take = "fallback=Fallback(per_rank='take')"
             raise other_world_error(path, self._comm, self.index.world, take=take, others=others)
-        for leaf in found:
+        for leaf in saved:
             if self.source_rank in decode_runs(leaf.ranks or ()):
                 return leaf
         raise MismatchError(
@@ -226,29 +248,31 @@ class Load:
         blobs = [leaf for leaf in leaves if leaf is not None and leaf.spec is None and leaf.stored is not None]
         if not blobs:
             return
-        batch, found = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
+        batch, wanted = self.new_batch(), dict[int, tuple[Leaf, np.ndarray]]()
         for leaf in blobs:
-            if leaf.number in found or leaf.stored is None:
+            if leaf.number in wanted or leaf.stored is None:
                 continue
             self.claims.take(leaf.path, leaf)
-            found[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
+            wanted[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
         self.run_now(batch)
-        while found:
-            number, (leaf, memory) = found.popitem()
+        while wanted:
+            number, (leaf, memory) = wanted.popitem()
             assert leaf.stored is not None, "blobs are stored"
             self._blobs[number] = blob_value(memory.data, leaf.stored.kind, leaf.path)
 
-    def array(self, path: str, leaf: Leaf, wanted: object, *, in_place: bool = False) -> LeafPlaceholder:
-        """Adds an array to what is read.
+    def fill(self, path: str, leaf: Leaf, wanted: object) -> LeafPlaceholder:
+        """Adds an array to what is read, which fills another one."""
+        self.claims.take(path, leaf)
+        return self._add(path, leaf, target_of(wanted, path, self.here))
+
+    def array(self, path: str, leaf: Leaf, wanted: object) -> LeafPlaceholder:
+        """Adds a new array to what is read: as a view of what is read if possible, else it is filled.
 
         Args:
-            wanted: what describes the array, or is filled itself.
-            in_place: fills `wanted`; otherwise a new array is filled, or becomes a view of what is read if possible.
+            wanted: what describes the array.
         """
-        self.loaded += 1
         self.claims.take(path, leaf)
-        spec = None if in_place else abstract_of(wanted, path, self.here)
-        device = self.options.device
+        spec, device = abstract_of(wanted, path, self.here), self.options.device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             if spec is not leaf.spec:
@@ -258,8 +282,12 @@ class Load:
                     spec = msgspec.structs.replace(spec, order=None)  # what is mapped lies as in the file
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
+                    self.loaded += 1
                     return slot
-        target = self.target(wanted, path, in_place=in_place)
+        return self._add(path, leaf, like_of(wanted, path, self.here, device, allocate=self.take))
+
+    def _add(self, path: str, leaf: Leaf, target: ArrayTarget | None) -> LeafPlaceholder:
+        """Adds an array to what is read, with the target that it is read into; None where a value is wanted."""
         if target is None:
             raise MismatchError(
                 path,
@@ -269,17 +297,13 @@ class Load:
                 hint="Put an array, a tc.ArraySpec or `...` there in like",
             )
         self.check(path, leaf, target.spec)
-        return self.batch.add_target(path, leaf, target)
-
-    def target(self, wanted: object, path: str, *, in_place: bool) -> ArrayTarget | None:
-        """Returns an array to fill: the wanted one itself, or a new one; None for a value."""
-        if in_place:
-            return target_of(wanted, path, self.here)
-        return like_of(wanted, path, self.here, self.options.device, allocate=self.take)
+        self.loaded += 1
+        self.batch.add_target(path, leaf, target)
+        return LeafPlaceholder(target.leaf)
 
     def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
         """Returns a new array, on the device of the options, or else of the spec."""
-        target = self.target(spec, path, in_place=False)
+        target = like_of(spec, path, self.here, self.options.device, allocate=self.take)
         assert target is not None, "a spec describes an array"
         return target
 
@@ -316,11 +340,11 @@ class Load:
         if wanted.dtype != saved.dtype:
             check_cast(wanted, saved.dtype, path)
             check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
-            for at, dtype in self.view.unscaled(leaf):
+            for at, dtype in unscaled_sources(self.index, leaf):
                 check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
 
     def _chain(self, path: str) -> str:
-        chain = self.view.chain(path)
+        chain = "" if self.ruled is None else self.ruled.chain(path)
         return f", by the rules {chain}" if chain else ""
 
     def check_keys(self, wanted: Mapping[str, object], whole: Mapping[str, SequenceReplacement]) -> None:
@@ -333,11 +357,11 @@ class Load:
         Raises:
             MismatchError: by `strict`, naming what is missing and what is unexpected.
         """
-        self.options.check_used(lambda: [*self.view.names, *wanted])
+        self.options.check_used(lambda: [*self.names, *wanted])
         lacks = frozenset(self.missing).__contains__
-        found = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
-        self.unexpected = [*found.unexpected]
-        check_same(found, self.options.strict)
+        differences = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        self.unexpected = [*differences.unexpected]
+        check_same(differences, self.options.strict)
 
     def report(self) -> LoadReport:
         return LoadReport(
@@ -348,8 +372,8 @@ class Load:
             missing=tuple(self.missing),
             unexpected=tuple(self.unexpected),
             seconds=self.recorder.seconds,
-            dropped=self.view.transformed.dropped,
-            renamed=tuple((before, now) for before, now in self.view.renamed if self.selected(now)),
+            dropped=self.ruled.transformed.dropped if self.ruled else (),
+            renamed=tuple(pair for pair in self.ruled.renamed if self.selected(pair[1])) if self.ruled else (),
             unverified_nbytes=self.batch.nbytes
             if self.options.read.verify is False or self.options.read.mmap
             else self.checkpoint.unverified(self.batch.nbytes),
@@ -375,6 +399,8 @@ class Claims:
     def __init__(self, checkpoint: Checkpoint, *, whole: bool) -> None:
         self._checkpoint, self._whole = checkpoint, whole
         self._claimed = self._chunks = self._views = 0
+        self._allowed = 0
+        """Bytes up to which what is claimed has been found to be there."""
         self._counted: set[int] = set()
 
     @cached_property
@@ -413,6 +439,11 @@ class Claims:
             self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             if isinstance(record, ArrayRecord) and type(record.chunks) is not WholeChunk:
                 self._chunks += count_chunks(record.chunks)
+        if self._claimed > self._allowed or self._chunks > FREE_CHUNKS:
+            self._check(path)
+
+    def _check(self, path: str) -> None:
+        """Compares what is claimed so far with the files."""
         present = self._expected if self._claimed <= self._unlisted else self._present
         try:
             check_claims(self._claimed, self._chunks, present, f"{path}: {self._checkpoint.url}")
@@ -421,6 +452,7 @@ class Claims:
                 if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
                     self._checkpoint.shard(file)  # raises an error that says what is wrong with it
             check_claims(self._claimed, self._chunks, self._present, f"{path}: {self._checkpoint.url}")
+        self._allowed = present if self._claimed > self._unlisted else min(present, self._unlisted)
 
     def take_view(self, path: str, spec: ArraySpec) -> None:
         """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.

@@ -1,15 +1,22 @@
-"""The groups of options that all loads take: how bytes are read, and what happens where a checkpoint does not fit."""
+"""The groups of options that all loads take: how bytes are read, and what happens where a checkpoint does not fit.
+
+At the end stand the keyword arguments of loads, for functions that pass them on.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from .._core.tree.leaf_differences import Strict
+from .._core.tree.paths import Selection
 from .._io.public_calls import check_group
 from ..errors import MismatchError
+from ..reports import LoadReport
+from ..rules import Renaming, Transforms
 
 Verify = bool | Literal["first", "stream"]
 Merge = Callable[[list[Any], int, int], Any]
@@ -178,3 +185,32 @@ def _check_part(name: str) -> None:
             found=f"one for {name!r}" + (f"; near to it is {near[0]!r}" if near else ""),
             hint="Mend the name",
         )
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The options of `treeckpt.load` that `Manager.restore` passes on."""
+
+    select: Selection
+    exclude: Selection
+    rename: Renaming
+    transforms: Transforms
+    strict: Strict
+    ids: Any
+    cast: bool
+    device: str | None
+    read: ReadOptions | None
+    fallback: Fallback | None
+    allow_pickle: bool
+    namespace: str
+    on_report: Callable[[LoadReport], None] | None
+
+
+class LoadAsyncKeywords(LoadKeywords, total=False):
+    """The options of `treeckpt.load` that `treeckpt.load_async` takes."""
+
+    together: bool
+    comm: Any
+
+
+ONLY_OF_LOAD = frozenset(("ids", "device", "on_report"))
+"""The options of `treeckpt.load` that `treeckpt.load_into` lacks."""

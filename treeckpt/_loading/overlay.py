@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from .._arrays.registry import abstract_of, build_tensor, resolve
+from .._core.format.records import Index
 from .._core.tree.flatten import flatten, unflatten, update_metadata
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.leaf_differences import LeafDifferences, check_same, compare_leaves
@@ -32,7 +33,6 @@ from .aliasing import tied_to
 from .keyed_tables import ids_beside, no_plain_rows
 from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions
-from .verify import survey
 
 M = TypeVar("M", bound="BankMember")
 
@@ -71,17 +71,24 @@ class Bank:
     """
 
     def __init__(self, sources: Iterable[Any]) -> None:
-        self.sources: tuple[From, ...] = tuple(one if isinstance(one, From) else From(one) for one in sources)
+        self.sources: tuple[From, ...] = tuple(
+            source if isinstance(source, From) else From(source) for source in sources
+        )
         if not self.sources:
             raise TreeckptError("bank", expected="one checkpoint at least", found="none")
 
     def __repr__(self) -> str:
         return f"Bank({list(self.sources)!r})"
 
-    def opened(self, checkpoints: Sequence[Checkpoint]) -> Bank:
-        """Returns the bank with an opened checkpoint as the path of each source."""
+    @property
+    def paths(self) -> list[Any]:
+        """The path of each source, or its checkpoint where it is opened."""
+        return [source.path for source in self.sources]
+
+    def opened(self, checkpoints: Sequence[Any]) -> Bank:
+        """Returns the bank with opened checkpoints, or stores, as the paths of its sources."""
         pairs = zip(self.sources, checkpoints, strict=True)
-        return Bank(msgspec.structs.replace(source, path=one) for source, one in pairs)
+        return Bank(msgspec.structs.replace(source, path=path) for source, path in pairs)
 
 
 def as_bank(path: Any) -> Bank | None:
@@ -95,7 +102,6 @@ def as_bank(path: Any) -> Bank | None:
 class _Part(msgspec.Struct):
     """One checkpoint, and what it provides."""
 
-    options: LoadOptions
     job: Load
     """A load that finds leaves and reads none."""
     wins: set[str] = set()
@@ -108,7 +114,11 @@ class BankMember(Protocol):
     """One checkpoint of a bank, seen through its own rules and globs."""
 
     options: LoadOptions
-    view: View
+
+    @property
+    def view(self) -> Index | View:
+        """Its leaves, after its rules."""
+        ...
 
     @property
     def names(self) -> frozenset[str]:
@@ -191,10 +201,7 @@ def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadO
 
     members = open_members(bank, options.rules, look, asked)
     options.check_used(lambda: frozenset(asked).union(*(job.names for job, _ in members)))
-    return [
-        _Part(msgspec.structs.replace(options, rules=job.options.rules, strict=False), job, wins)
-        for job, wins in members
-    ]
+    return [_Part(job, wins) for job, wins in members]
 
 
 def _check_asked(
@@ -215,16 +222,16 @@ def _check_asked(
     """
     here = global_rank(comm)
     given = sorted(set[str]().union(*(part.wins for part in parts)))
-    found = compare_leaves(wanted, given, whole=whole, selects=options.selects)
+    differences = compare_leaves(wanted, given, whole=whole, selects=options.selects)
     missing: list[str] = []
-    for path in found.missing:
+    for path in differences.missing:
         leaf = wanted[path]
-        if any(p.job.view.is_kept(path) for p in parts):
+        if any(part.job.is_kept(path) for part in parts):
             continue
         if type(leaf) is TableColumn and leaf.name in leaf.view.table.fill:
             continue
         spec = abstract_of(leaf, path, here)
-        filler = next((part for part in reversed(parts) if part.job.view.filled(path, spec) is not None), None)
+        filler = next((part for part in reversed(parts) if part.job.filled(path, spec) is not None), None)
         if filler is None:
             missing.append(path)
         else:
@@ -233,9 +240,11 @@ def _check_asked(
         filled = [(path, leaf) for part in parts for path in part.wins if (leaf := wanted.get(path)) is not None]
         tied = tied_to([(path, wanted[path]) for path in missing], filled, here, in_place=True)
         missing = [path for path in missing if path not in tied]
-    found = LeafDifferences(missing, found.unexpected, common=found.common or len(missing) < len(found.missing))
-    check_same(found, options.strict)
-    return found
+    differences = LeafDifferences(
+        missing, differences.unexpected, common=differences.common or len(missing) < len(differences.missing)
+    )
+    check_same(differences, options.strict)
+    return differences
 
 
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
@@ -261,6 +270,12 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
         home.joined[path] = giver.job
 
 
+_SUMMED = ("nbytes", "unverified_nbytes", "read_nbytes", "loaded", "seconds")
+"""The numbers of a report of several checkpoints that are the sums of theirs."""
+_JOINED = ("dropped", "renamed", "in_parts", "unmade")
+"""What such a report lists of each checkpoint, one after the other."""
+
+
 class _Provided(msgspec.Struct):
     """The checkpoints of a load, each with options that select what it provides."""
 
@@ -269,20 +284,17 @@ class _Provided(msgspec.Struct):
 
     def report(self, reports: Sequence[LoadReport]) -> LoadReport:
         """Returns the report of all loads together."""
+        total: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
+        lists: dict[str, Any] = {
+            name: tuple(item for report in reports for item in getattr(report, name)) for name in _JOINED
+        }
         return LoadReport(
             path=", ".join(report.path for report in reports),
-            nbytes=sum(report.nbytes for report in reports),
-            unverified_nbytes=sum(report.unverified_nbytes for report in reports),
-            read_nbytes=sum(report.read_nbytes for report in reports),
-            loaded=sum(report.loaded for report in reports),
             missing=tuple(self.differences.missing),
             unexpected=tuple(self.differences.unexpected),
-            seconds=sum(report.seconds for report in reports),
-            dropped=tuple(path for report in reports for path in report.dropped),
-            renamed=tuple(pair for report in reports for pair in report.renamed),
-            in_parts=tuple(pair for report in reports for pair in report.in_parts),
-            unmade=tuple(path for report in reports for path in report.unmade),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
+            **total,
+            **lists,
         )
 
 
@@ -296,11 +308,13 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     structure, leaves = flatten(like, rank=comm.rank, namespace=options.namespace) if like is not None else (None, [])
     asked = {index_path(path, comm.rank): leaf for path, leaf in leaves}
     parts = _select_parts(bank, asked, comm, options)
-    found = LeafDifferences([], [], common=True)
+    differences = LeafDifferences([], [], common=True)
     if like is not None:
-        replaced = [(part, one) for part in parts for one in compare_containers(part.job, like, structure).values()]
-        whole = [one.path for part, one in replaced if part.wins.issuperset(one.paths)]
-        found = _check_asked(parts, asked, whole, comm, options, in_place=in_place)
+        replaced = [
+            (part, sequence) for part in parts for sequence in compare_containers(part.job, like, structure).values()
+        ]
+        whole = [sequence.path for part, sequence in replaced if part.wins.issuperset(sequence.paths)]
+        differences = _check_asked(parts, asked, whole, comm, options, in_place=in_place)
     _join_tables(parts, asked if like is not None else None)
     empty: dict[str, _Part] = {}
     for part in parts if like is None else ():
@@ -308,21 +322,22 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
         empty.update((path, part) for path in paths if part.job.selected(path))
     for path, part in empty.items():
         part.wins.add(path)
-    sources = [
-        (part.job.checkpoint, msgspec.structs.replace(part.options, only=frozenset(part.wins), joined=part.joined))
-        for part in parts
-    ]
-    return _Provided(sources, found)
+    sources: list[tuple[Checkpoint, LoadOptions]] = []
+    for part in parts:
+        rules, only = part.job.options.rules, frozenset(part.wins)
+        own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined)
+        sources.append((part.job.checkpoint, own))
+    return _Provided(sources, differences)
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     every = [(index_path(path, comm.rank), leaf) for _, leaves in flat for path, leaf in leaves]
-    found = {path: leaf for path, leaf in every if leaf is not ...}
-    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in found)
+    given_by_path = {path: leaf for path, leaf in every if leaf is not ...}
+    left_out = frozenset(path for path, leaf in every if leaf is ... and path not in given_by_path)
     structure = reduce(partial(merge_sources, left_out=left_out), (structure for structure, _ in flat))
-    leaves = iter([found.get(path, ...) for path, _ in paths_of(structure)])
+    leaves = iter([given_by_path.get(path, ...) for path, _ in paths_of(structure)])
     merged = unflatten(
         structure, leaves, resolve=resolve, build=build_tensor, rank=comm.rank, namespace=options.namespace
     )
@@ -332,67 +347,26 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     return merged
 
 
-class CheckpointOverlay(msgspec.Struct, frozen=True):
-    """What a load reads: one opened checkpoint, or a bank whose sources are opened checkpoints."""
+def load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
+    """Loads a new tree from a bank of opened checkpoints; see `treeckpt.load`."""
+    if options.ids is not None:
+        raise MismatchError(
+            "ids",
+            expected="one checkpoint, whose tables have the rows",
+            found=f"{len(bank.sources)}",
+            hint="Load these rows from their checkpoint alone",
+        )
+    provided = _provide(bank, like, comm, options)
+    reports: list[LoadReport] = []
+    trees: list[object] = []
+    for checkpoint, own in provided.sources:
+        tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
+        trees.append(tree)
+        reports.append(report)
+    return _merged(trees, comm, options) if like is None else trees[-1], provided.report(reports)
 
-    source: Checkpoint | Bank
 
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Every checkpoint that is read from."""
-        if isinstance(self.source, Checkpoint):
-            return [self.source]
-        return [one.path for one in self.source.sources if isinstance(one.path, Checkpoint)]
-
-    def salvaging(self, comm: Comm, options: LoadOptions) -> LoadOptions:
-        """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
-
-        A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would
-        continue with the saved half of an array and others with their own.
-
-        Raises:
-            MismatchError: of several checkpoints.
-        """
-        if options.fallback.on_corrupt == "error":
-            return options
-        checkpoints = self.checkpoints
-        if len(checkpoints) != 1:
-            raise MismatchError(
-                "on_corrupt",
-                expected="'error', or 'skip' for one checkpoint",
-                found=f"'skip' for {len(checkpoints)}",
-                hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
-            )
-        # all is compared now: not again before the first byte is written
-        read = options.read
-        if read.verify == "first":
-            read = msgspec.structs.replace(read, verify=True)
-        return msgspec.structs.replace(options, bad=survey(checkpoints[0].own(), comm), read=read)
-
-    def load(self, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
-        """Loads a new tree; see `treeckpt.load`."""
-        if isinstance(self.source, Checkpoint):
-            return load_tree(self.source, like, comm, options)
-        if options.ids is not None:
-            raise MismatchError(
-                "ids",
-                expected="one checkpoint, whose tables have the rows",
-                found=f"{len(self.source.sources)}",
-                hint="Load these rows from their checkpoint alone",
-            )
-        provided = _provide(self.source, like, comm, options)
-        reports: list[LoadReport] = []
-        trees: list[object] = []
-        for checkpoint, own in provided.sources:
-            tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
-            trees.append(tree)
-            reports.append(report)
-        return _merged(trees, comm, options) if like is None else trees[-1], provided.report(reports)
-
-    def load_into(self, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
-        """Fills a tree in place; see `treeckpt.load_into`."""
-        if isinstance(self.source, Checkpoint):
-            [report] = load_into_tree([(self.source, options)], tree, comm)
-            return report
-        provided = _provide(self.source, tree, comm, options, in_place=True)
-        return provided.report(load_into_tree(provided.sources, tree, comm))
+def fill_from_bank(bank: Bank, tree: object, comm: Comm, options: LoadOptions) -> LoadReport:
+    """Fills a tree in place from a bank of opened checkpoints; see `treeckpt.load_into`."""
+    provided = _provide(bank, tree, comm, options, in_place=True)
+    return provided.report(load_into_tree(provided.sources, tree, comm))

@@ -246,15 +246,18 @@ def _cut(read: Read, size: int) -> Iterator[Read]:
     if read.start // size == (read.stop - 1) // size:
         yield read
         return
-    left, at = read.destinations, 0
+    left, number = read.destinations, 0
     across: list[ContiguousMemory] = []
     for low, high in split_at_multiples(read.start, read.stop, 0, size):
         inside = across
-        while at < len(left) and left[at].start < high:
-            inside.append(left[at])
-            at += 1
-        across = [one.part(high, one.stop) for one in inside if one.stop > high]
-        inside = [one if one.stop <= high else one.part(one.start, high) for one in inside]
+        while number < len(left) and left[number].start < high:
+            inside.append(left[number])
+            number += 1
+        across = [destination.part(high, destination.stop) for destination in inside if destination.stop > high]
+        inside = [
+            destination if destination.stop <= high else destination.part(destination.start, high)
+            for destination in inside
+        ]
         yield Read(read.file, low, high, inside, shared=read.shared)
 
 
@@ -296,16 +299,16 @@ def parts_of(read: Read) -> list[memoryview] | None:
     if not destinations or type(destinations[0]) is not ContiguousMemory:
         return None
     parts: list[memoryview] = []
-    at = read.start
-    for one in destinations:
-        if one.start < at or len(parts) > MOST_PARTS:
+    position = read.start
+    for destination in destinations:
+        if destination.start < position or len(parts) > MOST_PARTS:
             return None
-        if one.start > at:
-            parts.append(memoryview(bytearray(one.start - at)))
-        parts.append(memory_at(one.address, one.stop - one.start))
-        at = one.stop
-    if at < read.stop:
-        parts.append(memoryview(bytearray(read.stop - at)))
+        if destination.start > position:
+            parts.append(memoryview(bytearray(destination.start - position)))
+        parts.append(memory_at(destination.address, destination.stop - destination.start))
+        position = destination.stop
+    if position < read.stop:
+        parts.append(memoryview(bytearray(read.stop - position)))
     return parts
 
 
@@ -322,11 +325,11 @@ def copy_contiguous(destinations: Sequence[ContiguousMemory], first: int, low: i
     """
     address, high = address_of(data), low + len(data)
     number = first
-    while number < len(destinations) and (one := destinations[number]).start < high:
-        begin, stop = max(one.start, low), min(one.stop, high)
+    while number < len(destinations) and (destination := destinations[number]).start < high:
+        begin, stop = max(destination.start, low), min(destination.stop, high)
         if begin < stop:
-            ctypes.memmove(one.address + begin - one.start, address + begin - low, stop - begin)
-        if number == first and one.stop <= high:
+            ctypes.memmove(destination.address + begin - destination.start, address + begin - low, stop - begin)
+        if number == first and destination.stop <= high:
             first += 1
         number += 1
     return first

@@ -7,9 +7,11 @@ buffers and copied to its place, or straight into the target where it is contigu
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
@@ -33,7 +35,7 @@ from ..rules._assemble import only_chunk, pieces_of
 from ..rules._view import ComposedLeaf
 from .execute_local import READERS, ReadRun, execute_local
 from .execute_remote import execute_remote
-from .execute_shared import SharedRead, together
+from .execute_shared import SharedRead
 from .options import Verify
 from .plan import (
     ContiguousMemory,
@@ -69,6 +71,11 @@ class BatchOptions(msgspec.Struct, frozen=True):
     """Requests the data of shards in a store that is far away at once, and opens the shards meanwhile."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
+
+
+def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
+    """Returns `relay.together(step)`; for None a context that does nothing."""
+    return contextlib.nullcontext() if relay is None else relay.together(step)
 
 
 class FilledArray(msgspec.Struct, frozen=True, gc=False):
@@ -159,7 +166,7 @@ class ReadBatch:
         self._file, start = place_of(self._index, path, chunk, nbytes)
         return self._file, start
 
-    def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> LeafPlaceholder:
+    def add_target(self, path: str, leaf: Leaf, target: ArrayTarget) -> None:
         """Adds the regions of a target, into which a saved array is copied.
 
         Raises:
@@ -170,13 +177,12 @@ class ReadBatch:
         self.filled.append(FilledArray(path, leaf, target))
         shared = bool(self._others) and self._is_shared(leaf, target)
         if isinstance(leaf, ComposedLeaf) or target.spec.dtype != spec.dtype:
-            found, fills = pieces_of(leaf, target, self._read_first)
+            by_source, fills = pieces_of(leaf, target, self._read_first)
             self.after += fills
-            for source, pieces in found:
+            for source, pieces in by_source:
                 self._add_pieces(path, source, pieces, shared=shared)
         elif not self._add_whole(path, leaf.record, target, spec, shared=shared):
             self._add_pieces(path, leaf, target.pieces, shared=shared)
-        return LeafPlaceholder(target.leaf)
 
     def _read_first(self, leaf: Leaf, region: Region) -> np.ndarray:
         """Returns memory into which a region of a saved array will have been read before all else is."""
@@ -343,7 +349,7 @@ class ReadBatch:
     def put(self, options: BatchOptions) -> None:
         """Reads what was planned and puts it in place; each block is compared with its checksum on the way."""
         if options.in_place:
-            mark_written([one.target.leaf for one in self.filled])
+            mark_written([filled.target.leaf for filled in self.filled])
         relay = options.relay
         with together(relay):
             if relay is not None:
@@ -368,20 +374,22 @@ class ReadBatch:
         """
         written: dict[str, tuple[File, list[tuple[int, int]]]] = {}
         for read in self.written:
-            found = written.setdefault(read.file.name, (read.file, []))[1]
-            found.append((read.file.header + read.start, read.file.header + read.stop))
+            places = written.setdefault(read.file.name, (read.file, []))[1]
+            places.append((read.file.header + read.start, read.file.header + read.stop))
         met: set[int] = set()
         for file, ranges in written.values():
             starts, stops = np.array(sorted(ranges), np.int64).T
             starts, stops = coalesce(starts, stops, 0)[0].T.tolist()
             for extent in extents_in_file(self._index, file):
-                at = bisect_right(stops, extent.start)
-                if at < len(starts) and starts[at] < extent.stop:
+                number = bisect_right(stops, extent.start)
+                if number < len(starts) and starts[number] < extent.stop:
                     met.add(extent.leaf)
         changed: list[str] = []
         for filled in self.filled:
             sources = filled.leaf.sources.values() if isinstance(filled.leaf, ComposedLeaf) else [filled.leaf]
-            arrays = [one.record.of if isinstance(one.record, AliasRecord) else one.number for one in sources]
+            arrays = [
+                source.record.of if isinstance(source.record, AliasRecord) else source.number for source in sources
+            ]
             if not met.isdisjoint(arrays):
                 changed.append(filled.path)
         return changed
@@ -414,9 +422,9 @@ def read_arrays(checkpoint: Checkpoint, leaves: Sequence[Leaf]) -> list[np.ndarr
 
 def _read_regions(checkpoint: Checkpoint, parts: Sequence[tuple[Leaf, Region]], rank: int) -> list[np.ndarray]:
     batch = ReadBatch(checkpoint, rank, Recorder(0))
-    found = [batch.add_region(leaf, region) for leaf, region in parts]
+    arrays = [batch.add_region(leaf, region) for leaf, region in parts]
     batch.run(BatchOptions(memory=REGION_MEMORY, ahead=True))
-    return found
+    return arrays
 
 
 def add_changed(error: Exception, batches: Sequence[ReadBatch]) -> None:

@@ -24,14 +24,15 @@ from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
 from .._io.storage.local_store import for_reading
-from .._io.storage.open import following, open_store
+from .._io.storage.open import following, local_directory, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
+from .load import load_into_tree, load_tree
 from .match import LoadOptions
-from .overlay import Bank, CheckpointOverlay, as_bank
+from .overlay import Bank, as_bank, fill_from_bank, load_bank
 from .repair import repair_store
-from .verify import publish_rebuilt, verify_checkpoint
+from .verify import publish_rebuilt, survey, verify_checkpoint
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def on_one_version(
         CheckpointError: as `on_versions`; or the path is a bank.
     """
 
-    if (bank := as_bank(path)) is not None:
+    if (bank := _bank_of(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
     return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
 
@@ -107,15 +108,15 @@ def on_versions(
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
-    bank = as_bank(path)
-    given = [path] if bank is None else [source.path for source in bank.sources]
-    if all(isinstance(one, Checkpoint) for one in given):
-        return act(path if bank is None else bank)
+    bank = _bank_of(path)
+    given: list[Any] = [path] if bank is None else bank.paths
+    if all(isinstance(each, Checkpoint) for each in given):
+        return act(given[0] if bank is None else bank)
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
-        for one in given:
-            store, opened = (one.store, one.reopened) if isinstance(one, Checkpoint) else open_checkpoint(one)
+        for each in given:
+            store, opened = _open(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
             versions.append(opened)
         for _ in range(TRIES):
@@ -124,9 +125,9 @@ def on_versions(
                 if known is not None:
                     before, known = known, None
                     _take_known(checkpoints[0], before)
-                found = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
-                if not is_suspect(found) or not any(one.is_replaced() for one in checkpoints):
-                    return found
+                result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
+                    return result
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
@@ -134,7 +135,7 @@ def on_versions(
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
                     if isinstance(error, MismatchError):
-                        _name_checkpoints(error, given, [one.url for one in checkpoints])
+                        _name_checkpoints(error, given, [each.url for each in checkpoints])
                     raise
     raise CheckpointError(
         ", ".join(store.url for store in stores),
@@ -142,6 +143,28 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _bank_of(path: Any) -> Bank | None:
+    """Does what `as_bank` does; the usual paths are told apart before."""
+    return None if isinstance(path, (str, os.PathLike, Store, Checkpoint)) else as_bank(path)
+
+
+def _open(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
+    """Returns the store of a path, and a function that opens a version of the checkpoint there.
+
+    Files of another program are looked for only where there is no index.
+
+    Raises:
+        StoreError, CheckpointError: as `open_checkpoint`.
+    """
+    if isinstance(path, Checkpoint):
+        return path.store, path.reopened
+    place = local_directory(path)
+    if place is not None and os.path.exists(place / INDEX_NAME):
+        store = for_reading(open_store(path))
+        return store, partial(Checkpoint, store)
+    return open_checkpoint(path)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
@@ -177,9 +200,8 @@ def _name_checkpoints(error: MismatchError, given: Sequence[Any], urls: Sequence
 def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
 
-    def load_version(version: Checkpoint | Bank) -> tuple[Any, LoadReport]:
-        overlay = CheckpointOverlay(version)
-        own = overlay.salvaging(comm, options)
+    def load_version(source: Checkpoint | Bank) -> tuple[Any, LoadReport]:
+        own = _salvaging(source, comm, options)
 
         def run(layouts: bool) -> tuple[Any, LoadReport]:
             wanted = like
@@ -191,12 +213,46 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
                     mappings=not options.allow_pickle,
                     layouts=layouts,
                 )
-            return overlay.load(wanted, comm, own)
+            return _load(source, wanted, comm, own)
 
         with gc_paused():
             return in_parts_if_needed(run, always=bool(options.read.once))
 
-    return on_versions(path, load_version, together=bool(options.read.once), is_suspect=lambda found: found[1].damaged)
+    return on_versions(
+        path, load_version, together=bool(options.read.once), is_suspect=lambda result: result[1].damaged
+    )
+
+
+def _load(source: Checkpoint | Bank, like: Any, comm: Comm, options: LoadOptions) -> tuple[Any, LoadReport]:
+    if isinstance(source, Checkpoint):
+        return load_tree(source, like, comm, options)
+    return load_bank(source, like, comm, options)
+
+
+def _salvaging(source: Checkpoint | Bank, comm: Comm, options: LoadOptions) -> LoadOptions:
+    """Returns the options of a load, with the damaged bytes where `on_corrupt` is "skip".
+
+    A leaf is damaged as a whole, for every rank, whatever part of it a rank wants: otherwise some ranks would continue
+    with the saved half of an array and others with their own.
+
+    Raises:
+        MismatchError: of several checkpoints.
+    """
+    if options.fallback.on_corrupt == "error":
+        return options
+    [checkpoint, *others] = [source] if isinstance(source, Checkpoint) else source.paths
+    if others:
+        raise MismatchError(
+            "on_corrupt",
+            expected="'error', or 'skip' for one checkpoint",
+            found=f"'skip' for {1 + len(others)}",
+            hint="Salvage the damaged checkpoint alone, save what came of it, and load the several then",
+        )
+    # all is compared now: not again before the first byte is written
+    read = options.read
+    if read.verify == "first":
+        read = msgspec.structs.replace(read, verify=True)
+    return msgspec.structs.replace(options, bad=survey(checkpoint.own(), comm), read=read)
 
 
 _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
@@ -207,31 +263,37 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> Loa
     """Fills a tree in place; see `treeckpt.load_into`."""
     return on_versions(
         path,
-        lambda version: fill_tree(CheckpointOverlay(version), tree, comm, options),
+        lambda source: fill_tree(source, tree, comm, options),
         together=bool(options.read.once),
         is_suspect=lambda report: report.damaged,
     )
 
 
-def fill_tree(overlay: CheckpointOverlay, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
+def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place from an open checkpoint, or several; objects and tensors in parts as `load_into` does."""
-    options = overlay.salvaging(comm, options)
+    options = _salvaging(source, comm, options)
+
+    def fill_all(target: Any) -> LoadReport:
+        if isinstance(source, Checkpoint):
+            [report] = load_into_tree([(source, options)], target, comm)
+            return report
+        return fill_from_bank(source, target, comm, options)
 
     def fill(layouts: bool) -> Any:
         mappings = not options.allow_pickle
-        found = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
-        if found is None:
-            return overlay.load_into(tree, comm, options)
+        expanded = expand_states(tree, rank=comm.rank, namespace=options.namespace, mappings=mappings, layouts=layouts)
+        if expanded is None:
+            return fill_all(tree)
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
             read = msgspec.structs.replace(options.read, copy=False, once=False)
             own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
-            saved, report = overlay.load(None, comm, own)
+            saved, report = _load(source, None, comm, own)
             before.append(report)
             return saved
 
-        report, more = found.restore(as_saved, lambda target: overlay.load_into(target, comm, options))
+        report, more = expanded.restore(as_saved, fill_all)
         read = {name: sum(getattr(one, name) for one in (report, *before)) for name in _BYTES}
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
@@ -248,7 +310,7 @@ def opened(path: CheckpointPath) -> Iterator[Checkpoint]:
     if isinstance(path, Checkpoint):
         yield path
         return
-    store, version = open_checkpoint(path)
+    store, version = _open(path)
     try:
         yield version()
     except OSError as error:
@@ -289,7 +351,9 @@ def read_file(path: CheckpointPath, name: str, *, follow_links: bool = False) ->
         MismatchError: there is none of that name.
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
     """
-    return on_one_version(following(path, follow_links), lambda one: read_sidecar(one.store, one.index, name))
+    return on_one_version(
+        following(path, follow_links), lambda checkpoint: read_sidecar(checkpoint.store, checkpoint.index, name)
+    )
 
 
 @takes_no_save

@@ -1,7 +1,7 @@
 """Lists the saves under way in a checkpoint's directory, and their progress, from the records that ranks keep there.
 
 A save that has ended removes its records; one that was killed leaves its last ones. It is reported as killed if its
-coordinator's process is known to have ended; otherwise, `STALLED` seconds after the last change, as stalled: it hangs,
+coordinator's process is known to have ended; otherwise, `STALLED_SECONDS` after the last change, as stalled: it hangs,
 or was killed where that cannot be seen from here. Records that do not decode are skipped. Lists, pages and commands all
 take the state and its sentence from here.
 """
@@ -20,7 +20,7 @@ from .._core.text import bytes_text, count_text, seconds_text
 from .._io.storage.kept_files import is_alive, read_progress
 from .._io.storage.store import Store
 
-STALLED = 60.0
+STALLED_SECONDS = 60.0
 """Seconds without a change of its record after which a rank counts as hanging or gone."""
 NAMED_RANKS = 6
 """Ranks that a sentence names."""
@@ -35,22 +35,22 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
     step: int | None
     world: int
     ranks: int
-    """Ranks that have a record: those that have not ended yet."""
+    """The number of ranks that have a record: those that have not ended yet."""
     phase: SavePhase
-    """write, as long as any of these ranks writes."""
+    """The phase of the save: write, as long as any rank with a record writes."""
     written: int
     planned: int
-    """Bytes of these ranks."""
+    """The bytes that the ranks with a record are to write; `written` is how many of them they have written."""
     started_ns: int
     updated_ns: int
     """Unix time of the newest record."""
     done: int = 0
-    """How many of these ranks' bytes are all durable."""
+    """The number of ranks with a record whose bytes are all durable."""
     alive: bool | None = None
     """Whether it may still be committed: False once its coordinator's process has ended, None if not known."""
 
     state: SaveState = "in_progress"
-    """killed: it cannot be committed any more, as far as is known; stalled: no record changed for `STALLED` seconds."""
+    """killed: it cannot be committed any more, as far as is known; stalled: no record changed for `STALLED_SECONDS`."""
     heard_ns: int = 0
     """Unix time at which a rank last renewed its record, whether or not it had written anything."""
     writing: tuple[int, ...] = ()
@@ -71,10 +71,10 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
 
 def saves_under_way(folder: Store, records: Sequence[str]) -> tuple[SaveUnderWay, ...]:
     """Returns the saves that have these progress records in a folder, in the order of their start."""
-    found: dict[str, list[Progress]] = {}
+    by_save: dict[str, list[Progress]] = {}
     for record in read_progress(folder, records):
-        found.setdefault(record.save_id, []).append(record)
-    return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
+        by_save.setdefault(record.save_id, []).append(record)
+    return tuple(sorted((_merge_records(records) for records in by_save.values()), key=lambda save: save.started_ns))
 
 
 def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
@@ -105,7 +105,7 @@ def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
 def _state(alive: bool | None, updated_ns: int, now_ns: int) -> SaveState:
     if alive is False:
         return "killed"
-    return "stalled" if now_ns - updated_ns > STALLED * 1e9 else "in_progress"
+    return "stalled" if now_ns - updated_ns > STALLED_SECONDS * 1e9 else "in_progress"
 
 
 def waits_for_text(save: SaveUnderWay, now_ns: int) -> str:
@@ -117,11 +117,11 @@ def waits_for_text(save: SaveUnderWay, now_ns: int) -> str:
         return "It was killed: the process that was to commit it has ended."
     ranks = count_text(save.world, "rank")
     quiet, unheard = (max(0.0, (now_ns - ns) / 1e9) for ns in (save.updated_ns, save.heard_ns))
-    if quiet > STALLED and unheard <= STALLED:
+    if quiet > STALLED_SECONDS and unheard <= STALLED_SECONDS:
         return (
             f"It hangs: nothing new from {what} for {seconds_text(quiet)}, but a process of it still reports.{missing}"
         )
-    if quiet > STALLED:
+    if quiet > STALLED_SECONDS:
         text = f"It hangs or was killed: nothing new from {what} for {seconds_text(quiet)}."
         return f"{text} Whether its coordinator still runs cannot be seen from here.{missing}"
     if save.writing and save.done:
@@ -146,6 +146,6 @@ def under_way_text(save: SaveUnderWay, now_ns: int) -> str:
     far = f"{save.fraction:.0%} of {bytes_text(save.planned)} on {save.ranks} of {count_text(save.world, 'rank')}"
     if save.alive is False:
         return f"save {save.save_id} was killed: {far}"
-    if quiet > STALLED:
+    if quiet > STALLED_SECONDS:
         return f"save {save.save_id} hangs or was killed: {far}, nothing new for {seconds_text(quiet)}"
     return f"save {save.save_id} is {what}: {far}, for {seconds_text(max(0, now_ns - save.started_ns) / 1e9)}"

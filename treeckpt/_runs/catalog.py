@@ -53,6 +53,12 @@ from .active_saves import SaveUnderWay, saves_under_way
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+CONCURRENT_READS = 64
+"""Folders of an object store that are read at a time, at most."""
+READ_MEMORY = 512 << 20
+"""Bytes of indexes that are read at a time, at most, unless one is larger."""
 
 
 class StatCache(Protocol):
@@ -111,10 +117,6 @@ def _result(kept: Any) -> Any:
     return kept
 
 
-METRICS = "metrics"
-"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
-
-
 class Summary(msgspec.Struct, frozen=True, gc=False):
     """The parts of an index that a list of checkpoints needs."""
 
@@ -146,10 +148,10 @@ def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest:
 
     def read() -> Summary:
         data = read_index_bytes(folder)
-        found = decode_and_check(folder, data)
+        decoded = decode_and_check(folder, data)
         if newest is not None and (newest.local or folder.traits.far):
-            newest.offer(KnownIndex(folder.place, data, found))
-        return summarize_index(found)
+            newest.offer(KnownIndex(folder.place, data, decoded))
+        return summarize_index(decoded)
 
     return cache.get_or_read((folder.place, "summary"), index, read)
 
@@ -199,10 +201,10 @@ def _copies(layout: Layout) -> int:
 def _metrics(value: Value) -> dict[str, float]:
     """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
     try:
-        found = decode_value(value, METRICS)
+        metadata = decode_value(value, METRICS)
     except TreeckptError:
         return {}
-    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    pairs: dict[Any, Any] = metadata if isinstance(metadata, dict) else {}
     return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
 
 
@@ -233,7 +235,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     seconds: float | None = None
     """Duration of the save: from the start of the first rank to the end of the last rank."""
     blocked_seconds: float | None = None
-    """Until the call returned on the last rank; equal to `seconds` for a save that was not in the background."""
+    """Seconds until the call returned on the last rank; equal to `seconds` for a save in the foreground."""
     held_nbytes: int | None = None
     """Bytes of the arrays on all ranks together, with every replica counted."""
     error: str | None = None
@@ -245,7 +247,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     lineage: Lineage | None = None
     """The lineage that its index records."""
     sequence: int | None = None
-    """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
+    """A number that rises in the order in which the checkpoints of a run were saved; None if it was not computed."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
     found_damaged: bool = False
@@ -278,11 +280,11 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     @property
     def problem(self) -> str | None:
         """What is wrong with it; of several problems that a verification found, the first, and how many there are."""
-        found = self.verification
-        if self.error or found is None or not found.problems:
+        verified = self.verification
+        if self.error or verified is None or not verified.problems:
             return self.error or ("a verification found it damaged" if self.damaged else None)
-        more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
-        return f"{found.problems[0].file}: {found.problems[0].text}{more}"
+        more = f" (and {verified.total - 1:,} more)" if verified.total > 1 else ""
+        return f"{verified.problems[0].file}: {verified.problems[0].text}{more}"
 
     @property
     def state_and_problem(self) -> str:
@@ -300,10 +302,10 @@ def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
 
 def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """Sorts the directories of one run for lists: newest first, then abandoned branches, then foreign directories."""
-    found = [(info, mark_of(info)) for info in infos]
-    order = LineageOrder(mark for _, mark in found if mark is not None)
+    marked = [(info, mark_of(info)) for info in infos]
+    order = LineageOrder(mark for _, mark in marked if mark is not None)
     placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
-    for info, mark in found:
+    for info, mark in marked:
         position = order.position(mark) if mark is not None else None
         step = step_of(info.name) if is_step_name(info.name) else info.step
         if position is None and step is not None:
@@ -356,10 +358,6 @@ def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
     return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
 
 
-CONCURRENT_READS = 64
-"""Folders of an object store that are read at a time, at most."""
-READ_MEMORY = 512 << 20
-"""Bytes of indexes that are read at a time, at most, unless one is larger."""
 OnRead = Callable[[int, int], object]
 """Takes how many directories of a run were read, and how many there are."""
 Files = dict[str, DirectoryEntry]
@@ -432,9 +430,10 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
         entries = open_store(text).entries()
         return any(map(_is_checkpoint_file, _regular(entries))) or INDEX_NAME in entries
     try:
-        with os.scandir(local_path(text)) as found:  # a run may have thousands of directories: none is opened
+        with os.scandir(local_path(text)) as listing:  # a run may have thousands of directories: none is opened
             return any(
-                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and (e.is_symlink() or e.is_file())) for e in found
+                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and (e.is_symlink() or e.is_file()))
+                for e in listing
             )
     except OSError as error:
         if not shows_damage(error):
@@ -482,8 +481,8 @@ def scan(
         above = [read_info(folder, cache=cache, follow=True, newest=newest, or_unread=True)]
         if not has_steps(folder):
             return above
-    found = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
-    return in_listing_order([*above, *(info for _, info in found if not above or info.status != "foreign")])
+    steps = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
+    return in_listing_order([*above, *(info for _, info in steps if not above or info.status != "foreign")])
 
 
 def has_steps(folder: Store) -> bool:
@@ -519,16 +518,18 @@ def read_infos(
     return _for_each_folder(run, describe, on_read)
 
 
-def _for_each_folder(run: RunStore, one: Callable[[Store], T], on_read: OnRead | None = None) -> list[tuple[Store, T]]:
+def _for_each_folder(
+    run: RunStore, describe: Callable[[Store], T], on_read: OnRead | None = None
+) -> list[tuple[Store, T]]:
     folders = run.folders()
     threads = _threads_for(folders) if run.traits.far else 0
-    found: list[tuple[Store, T]] = []
+    results: list[tuple[Store, T]] = []
     with ThreadPool(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
-        for folder, result in zip(folders, (pool.map if pool else map)(one, folders), strict=True):
-            found.append((folder, result))
+        for folder, result in zip(folders, (pool.map if pool else map)(describe, folders), strict=True):
+            results.append((folder, result))
             if on_read is not None:
-                on_read(len(found), len(folders))
-    return found
+                on_read(len(results), len(folders))
+    return results
 
 
 def _threads_for(folders: Sequence[Store]) -> int:
@@ -597,7 +598,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
         except StoreError:  # says nothing about the checkpoint
             raise
         except TreeckptError as error:
-            nbytes = sum(files[one].nbytes for one in files if parse_shard_name(one) is not None)
+            nbytes = sum(files[file].nbytes for file in files if parse_shard_name(file) is not None)
             return CheckpointInfo(
                 name,
                 folder.place,
@@ -607,9 +608,9 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
             )
-        for one, _ in (*summary.sizes, *summary.sidecars):
-            if one not in files and one in entries:
-                check_missing(folder, one)
+        for file, _ in (*summary.sizes, *summary.sidecars):
+            if file not in files and file in entries:
+                check_missing(folder, file)
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing

@@ -41,15 +41,23 @@ from .._io.public_calls import check_options, saves, takes_no_save
 from .._io.storage.deletions import GRACE
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.store import RunStore, Store
-from .._loading.keywords import LoadKeywords
-from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
+from .._loading.options import (
+    IN_PLACE,
+    NO_SALVAGE,
+    LoadKeywords,
+    Policy,
+    fallback_of,
+    fallback_of_load,
+    policy_of,
+    read_of,
+)
 from .._saving.background import save_async_tree
 from .._saving.options import BackgroundOptions, SidecarContent, check_metadata
 from .._saving.save import save_tree
 from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from .catalog import METRICS, runs_below, step_info
+from .catalog import runs_below, step_info
 from .notebook import run_html
 from .options import (
     Keep,
@@ -59,13 +67,11 @@ from .options import (
     as_save_options,
     best_policy,
     check_can_restore,
-    check_no_other_metrics,
     is_factory,
-    parse_metrics,
+    named_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
-from .restore import Restorer
+from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name
 from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
@@ -290,9 +296,10 @@ class Manager:
             SystemExit: after a signal, if `save_on_signal` was called with `exit`.
         """
         step = check_step(step)
-        named, custom = {} if metrics is None else {METRICS: parse_metrics(metrics)}, check_metadata(custom_metadata)
-        check_no_other_metrics(custom, named)
-        metadata = {**custom, **(named if self._comm.rank == 0 else {})}
+        metadata = check_metadata(custom_metadata)
+        named = {} if metrics is None else named_metrics(metrics, metadata)
+        if self._comm.rank == 0:
+            metadata = {**metadata, **named}
         if self.stopping:
             self._pending.drain()  # an earlier failure must not prevent the last save
         elif self.options.background.busy == "wait":
@@ -391,16 +398,16 @@ class Manager:
         options["fallback"] = fallback_of_load(options.get("fallback"), "restore")
         call = partial(self._registered.restore, like=like, into=into)
         fills, whole = into is not None or bool(self._registered), like is None and into is None
-        found = self._restorer.restore(call, step, options, fills=fills, whole=whole)
-        if found is None:
+        restored = self._restorer.restore(call, step, options, fills=fills, whole=whole)
+        if restored is None:
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
                 found="none",
                 hint="Start anew where latest() is None",
             )
-        self._restored(found.step)
-        return found.result
+        self._restored(restored.step)
+        return restored.result
 
     @takes_no_save
     def resume(
@@ -487,8 +494,8 @@ class Manager:
         return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
 
     def _newest_step(self, verify: bool) -> int | None:
-        found = self._selector.newest(verify=verify, busy=self._pending.busy())
-        return step_info(found).step if found is not None else None
+        newest = self._selector.newest(verify=verify, busy=self._pending.busy())
+        return step_info(newest).step if newest is not None else None
 
     @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:

@@ -34,13 +34,13 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
 
 def run_html(run: str | RunStore, summary: str) -> Html:
     """Renders the newest checkpoints of a run as a table."""
-    found = [info for info in scan(run) if info.status != "foreign"]
-    saving = [under_way_text(save, time.time_ns()) for info in found for save in info.saving]
+    infos = [info for info in scan(run) if info.status != "foreign"]
+    saving = [under_way_text(save, time.time_ns()) for info in infos for save in info.saving]
     return joined([
         el("p", el("code", summary)),
-        facts([("checkpoints", sum(info.status == "complete" for info in found)),
-               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in found)))]),
+        facts([("checkpoints", sum(info.status == "complete" for info in infos)),
+               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos)))]),
         *(el("p", text) for text in saving),
-        table(COLUMNS, checkpoint_rows(found[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
-        el("p", f"and {len(found) - ROWS} older") if len(found) > ROWS else None,
+        table(COLUMNS, checkpoint_rows(infos[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
+        el("p", f"and {len(infos) - ROWS} older") if len(infos) > ROWS else None,
     ])  # fmt: skip

@@ -25,6 +25,7 @@ from .._saving.options import (
 from ..errors import TreeckptError, TreeError
 from ..policy import All, Best, KeepError, Last, Policy, check_policies, parse_keep
 from ..rules import Renaming, Transforms
+from .catalog import METRICS
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 
@@ -87,12 +88,12 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
     Raises:
         TreeckptError: no metric is given, and no policy has one; or the mode is unknown.
     """
-    found = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
-    if metric is None and found is None:
+    named = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
+    if metric is None and named is None:
         raise TreeckptError(
             "best", expected="a metric", found="none, and no Best policy", hint="Pass the name of a metric"
         )
-    policy = Best(metric or (found.metric if found else ""), mode=mode or (found.mode if found else "min"))
+    policy = Best(metric or (named.metric if named else ""), mode=mode or (named.mode if named else "min"))
     check_policies([policy])
     return policy
 
@@ -120,37 +121,31 @@ def as_save_options(
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit, "background": group})
 
 
-def parse_metrics(metrics: object) -> dict[str, float]:
-    """Returns the metrics of a step as floats by name.
+def named_metrics(metrics: object, custom: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """Returns the metrics of a step as custom metadata: floats by name, under `METRICS`.
+
+    Args:
+        custom: the custom metadata that is saved beside it.
 
     Raises:
-        TreeError: it is no mapping to numbers.
+        TreeError: it is no mapping to numbers, or the custom metadata has an entry of that name.
     """
     if not isinstance(metrics, Mapping):
         raise TreeError("metrics", expected='numbers by name, as {"loss": 0.5}', found=f"{metrics!r:.60}")
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
+            numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError) as error:
             raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
-    return found
-
-
-def check_no_other_metrics(custom: Mapping[str, object], named: Mapping[str, object]) -> None:
-    """Refuses custom metadata of the name under which the metrics are saved.
-
-    Raises:
-        TreeError: there are both.
-    """
-    if both := custom.keys() & named.keys():
-        name = both.pop()
+    if METRICS in custom:
         raise TreeError(
-            f"custom_metadata/{name}",
-            expected=f"another name beside the argument {name}, which is saved under this one",
-            found=f"{custom[name]!r:.60}",
+            f"custom_metadata/{METRICS}",
+            expected=f"another name beside the argument {METRICS}, which is saved under this one",
+            found=f"{custom[METRICS]!r:.60}",
             hint="Give it another name; without the argument the numbers of a dict of this name are the metrics",
         )
+    return {METRICS: numbers}
 
 
 def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:

@@ -209,8 +209,8 @@ class RetentionRunner:
             return
         for warning in report.warnings:
             self._selector.warn_once(self.directory.url, warning)
-        for one in report.failed:
-            self._selector.warn_once(one.name, f"could not be cleaned away: {one.why}")
+        for failure in report.failed:
+            self._selector.warn_once(failure.name, f"could not be cleaned away: {failure.why}")
 
     def _clean(self, *, dry_run: bool) -> CleanReport:
         pending = self._pending

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from .._core.text import bytes_text, rate_text, seconds_text
 from .._io.storage.store import Store
@@ -20,57 +20,40 @@ from .._io.storage.wrapped_store import CountedStores
 from .._threads import start_thread
 from ..errors import visible
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
 BAR_DELAY_SECONDS = 1.0
 """Seconds before a bar or the first line appears."""
+BAR_INTERVAL = 0.1
+"""Seconds between two states of a bar."""
 LINE_INTERVAL = 5.0
 """Seconds between the lines."""
 
 
 @contextlib.contextmanager
-def reading_bar(
-    store: Store, text: str, total: int | None = None, *, patience: float | None = None, stream: TextIO | None = None
-) -> Iterator[Store]:
-    """Gives a store to read from; while the body runs, a bar shows how many bytes were read.
+def reading_bar(store: Store, text: str, total: int | None = None) -> Iterator[Store]:
+    """Gives a store to read from; while the body runs, a bar shows how many bytes were read, if stderr is a terminal.
 
     Args:
         text: the description of the bar.
         total: bytes to be read, None if not known.
-        patience: seconds before the bar appears, by default `BAR_DELAY_SECONDS`.
-        stream: by default stderr; a bar appears only if it is a terminal.
     """
-    with stores_bar(text, total, patience=patience, stream=stream) as counted:
+    with stores_bar(text, total) as counted:
         yield counted(store)
 
 
 @contextlib.contextmanager
-def stores_bar(
-    text: str,
-    total: int | None = None,
-    *,
-    shown: bool | None = None,
-    patience: float | None = None,
-    stream: TextIO | None = None,
-) -> Iterator[CountedStores]:
+def stores_bar(text: str, total: int | None = None, *, shown: bool | None = None) -> Iterator[CountedStores]:
     """Does what `reading_bar` does for several stores: gives what to read from instead of each.
 
     Args:
-        shown: whether there is a bar, or lines where the stream is no terminal; None: a bar on a terminal only.
+        shown: whether there is a bar, or lines where stderr is no terminal; None: a bar on a terminal only.
     """
-    with _shown_bar(text, total, True, shown, patience, stream) as bar:
-        yield CountedStores(None if bar is None else bar.set, total)
+    with _shown_progress(text, total, of_bytes=True, shown=shown) as progress:
+        yield CountedStores(None if progress is None else progress.set, total)
 
 
 @contextlib.contextmanager
 def counting_bar(
-    text: str,
-    *,
-    of_bytes: bool = False,
-    shown: bool | None = None,
-    patience: float | None = None,
-    stream: TextIO | None = None,
+    text: str, *, of_bytes: bool = False, shown: bool | None = None
 ) -> Iterator[Callable[[int, int | None], object]]:
     """Gives a function that takes how many things are done, and of how many; while the body runs, a bar shows that.
 
@@ -80,86 +63,55 @@ def counting_bar(
         of_bytes: whether the things are bytes.
         shown: as for `stores_bar`.
     """
-    with _shown_bar(text, None, of_bytes, shown, patience, stream) as bar:
-        yield (lambda done, total: None) if bar is None else bar.set
+    with _shown_progress(text, None, of_bytes=of_bytes, shown=shown) as progress:
+        yield (lambda done, total: None) if progress is None else progress.set
 
 
 @contextlib.contextmanager
-def _shown_bar(
-    text: str, total: int | None, of_bytes: bool, shown: bool | None, patience: float | None, stream: TextIO | None
+def _shown_progress(
+    text: str, total: int | None, *, of_bytes: bool, shown: bool | None
 ) -> Iterator[_ShownProgress | None]:
-    """Gives a bar, or lines, None where nothing is shown."""
-    stream = stream or sys.stderr  # pyright: ignore[reportAssignmentType] (it is None where there is no console)
-    if stream is None or not (stream.isatty() if shown is None else shown):
+    """Gives what shows the progress while the body runs, None where nothing is shown."""
+    stream = sys.stderr
+    # it is None where there is no console
+    if stream is None or not (stream.isatty() if shown is None else shown):  # pyright: ignore[reportUnnecessaryComparison]
         yield None
         return
-    patience = BAR_DELAY_SECONDS if patience is None else patience
-    bar = (_Bar if stream.isatty() else _Lines)(text, total, of_bytes, stream)
-    over = threading.Event()
-    if patience:  # a request that takes long has a bar before it has any bytes
-        start_thread(lambda: over.wait(patience) or bar.show(), "treeckpt-patience")
-    else:
-        bar.show()
+    progress = _ShownProgress(text, total, of_bytes, stream)
+    thread = start_thread(progress.show, "treeckpt-progress")
     try:
-        yield bar
+        yield progress
     finally:
-        over.set()
-        bar.close()
+        progress.ended.set()
+        if thread is not None:
+            thread.join()
 
 
 class _ShownProgress:
-    """What is done of a total, and how fast."""
+    """How many things are done, of how many, and how fast."""
 
     def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
-        self._text, self._total, self._of_bytes, self._stream = visible(text), total, of_bytes, stream
-        self._begin, self._done, self._closed = time.monotonic(), 0, False
-        self._lock = threading.Lock()
+        self._text, self._of_bytes, self._stream = visible(text), of_bytes, stream
+        self._begin, self._state = time.monotonic(), (0, total)
+        self.ended = threading.Event()
 
     def set(self, done: int, total: int | None) -> None:
-        with self._lock:
-            self._done, self._total = done, total
-            self._update()
-
-    def _update(self) -> None:
-        """Shows the new numbers; called with the lock."""
+        self._state = done, total
 
     def show(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class _Lines(_ShownProgress):
-    """A line every few seconds."""
-
-    def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
-        super().__init__(text, total, of_bytes, stream)
-        self._ended = threading.Event()
-        self._shown: threading.Thread | None = None
-
-    def show(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._shown = start_thread(self._run, "treeckpt-progress")
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._ended.set()
-        if self._shown is not None:
-            self._shown.join()
-            self._print()
-
-    def _run(self) -> None:
+        """Shows a bar or lines until the end; nothing if that comes before the delay."""
+        if BAR_DELAY_SECONDS and self.ended.wait(BAR_DELAY_SECONDS):
+            return
+        if self._stream.isatty():
+            self._show_bar()
+            return
         self._print()
-        while not self._ended.wait(LINE_INTERVAL):
+        while not self.ended.wait(LINE_INTERVAL):
             self._print()
+        self._print()
 
     def _print(self) -> None:
-        with self._lock:
-            done, total = self._done, self._total
+        done, total = self._state
         seconds = max(time.monotonic() - self._begin, 1e-9)
         size = bytes_text if self._of_bytes else str
         parts = [size(done) if total is None else f"{size(min(done, total))} of {size(total)}"]
@@ -170,52 +122,24 @@ class _Lines(_ShownProgress):
             parts.append(f"after {seconds_text(seconds)}")
         print(f"{self._text}: {', '.join(parts)}", file=self._stream, flush=True)
 
-
-class _Bar(_ShownProgress):
-    """A bar on a terminal."""
-
-    def __init__(self, text: str, total: int | None, of_bytes: bool, stream: TextIO) -> None:
-        super().__init__(text, total, of_bytes, stream)
-        self._shown: tuple[Progress, TaskID] | None = None
-
-    def _update(self) -> None:
-        if self._shown is not None:
-            progress, task = self._shown
-            done = self._done if self._total is None else min(self._done, self._total)
-            rate = self._done / max(time.monotonic() - self._begin, 1e-9)
-            if self._total is not None:
-                progress.columns = (*progress.columns[:-1], self._time_left)
-            progress.update(task, completed=done, total=self._total, rate=f"{rate:,.0f}/s" if self._done else "")
-
-    def show(self) -> None:
+    def _show_bar(self) -> None:
+        from rich import progress as rich
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
-        what = (DownloadColumn(), TransferSpeedColumn())
+        what = (rich.DownloadColumn(), rich.TransferSpeedColumn())
         if not self._of_bytes:
-            what = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        with self._lock:
-            if self._closed or start_thread(lambda: None, "treeckpt-progress") is None:  # rich needs a thread
-                return
-            console = Console(file=self._stream)
-            columns = (TextColumn("{task.description}"), BarColumn(), *what, TimeElapsedColumn())
-            self._time_left = TimeRemainingColumn()
-            progress = Progress(*columns, console=console, transient=True)
-            self._shown = progress, progress.add_task(self._text, total=self._total, rate="")
-            progress.start()
-            self._update()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if self._shown is not None:
-                self._shown[0].stop()
+            what = (rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[rate]}"))
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *what)
+        elapsed, left = rich.TimeElapsedColumn(), rich.TimeRemainingColumn()
+        console = Console(file=self._stream)
+        with rich.Progress(*columns, elapsed, console=console, transient=True, auto_refresh=False) as bar:
+            task, is_over = bar.add_task(self._text, total=self._state[1], rate=""), False
+            while True:
+                done, total = self._state
+                bar.columns = (*columns, elapsed if total is None else left)
+                rate = f"{done / max(time.monotonic() - self._begin, 1e-9):,.0f}/s" if done else ""
+                done = done if total is None else min(done, total)
+                bar.update(task, completed=done, total=total, rate=rate, refresh=True)
+                if is_over:
+                    return
+                is_over = self.ended.wait(BAR_INTERVAL)

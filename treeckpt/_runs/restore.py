@@ -4,32 +4,53 @@ Rank 0 chooses a checkpoint, and holds a lease until every rank has reported the
 checkpoint are at fault on any rank, all ranks skip it, choose again, and fill all of the target again; an error of the
 caller (a wrong target) is raised. In an object store the index by which rank 0 has chosen is not read again, and the
 data is requested while the lease is written: if a clean-up deletes the checkpoint in that moment, files are gone.
+
+Objects registered with a manager are saved with every step, and restored by every restore. There are two kinds: objects
+that all ranks share (trees, or objects with `state_dict` and `load_state_dict`), saved under `registered/` in the
+checkpoint; and readers of input, of which each rank has its own, saved under `io/`, each with a policy for a changed
+number of ranks. Shared objects are filled in the load of the tree or training state; readers get their state last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .. import _api
+from .._arrays.stateful import LoadsSavedState, StatePlan, is_optimizer, object_states, plan_state
+from .._core.format.records import Index
 from .._core.text import count_text
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten
+from .._core.tree.paths import compile_globs, globs_of
+from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, raise_faults
-from .._io.comm.comm import Comm
+from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
-from .._loading.execute_shared import open_relay, reads_once, together
-from .._loading.options import ReadOptions
+from .._loading.execute_shared import open_relay, reads_once
+from .._loading.match import LoadOptions
+from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
+from .._loading.read_batch import together
 from .._loading.run_load import on_one_version
-from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
+from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError, TreeError
+from ..rules import as_rules
+from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
 from .progress_bar import reading_bar
 from .run import CheckpointSelector, RunDirectory, SaveHistory
+
+if TYPE_CHECKING:  # it imports torch
+    from ..training._user_state import TreeToFill
 
 _log = logging.getLogger("treeckpt")
 
@@ -219,3 +240,293 @@ class Restorer:
                 return on_one_version(source, load_version, together=bool(read.once), known=known), None
         except Exception as error:
             return None, error
+
+
+# registered objects ---------------------------------------------------------------------------------------------------
+
+OBJECTS, READERS = "registered", "io"
+"""The keys at the root of the tree under which shared objects and readers are saved."""
+
+
+class InputReader(msgspec.Struct, frozen=True):
+    """A reader, as an object with `state_dict` and `load_state_dict`, and the policy for a changed number of ranks."""
+
+    owner: Any
+    changed: Policy
+
+
+class FunctionValue(LoadsSavedState):
+    """A value that is read and set by functions, which pass it on as it is."""
+
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
+        self._get, self._set = get, set
+
+    def state_dict(self) -> Any:
+        """Returns the value."""
+        return self._get()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Sets the value."""
+        self._set(state)
+
+
+class RegisteredState:
+    """The objects registered with one manager, on one rank."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        """What all ranks share."""
+        self.readers: dict[str, InputReader] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.readers)
+
+    # saving ------------------------------------------------------------------------------------------------------
+
+    def joined(self, tree: Any) -> Any:
+        """Returns a tree together with what is registered; `...` stands for no tree.
+
+        Raises:
+            TreeError: there is no tree and nothing registered, or the tree is no dict.
+        """
+        if not self:
+            if tree is ...:
+                raise TreeError("", expected="a tree", found="none, and nothing registered")
+            return tree
+        parts: dict[str, Any] = {}
+        if self.objects:
+            parts[OBJECTS] = self.objects
+        if self.readers:
+            parts[READERS] = {
+                name: PerRank(object_states(one.owner.state_dict(), f"{READERS}/{key_text(name)}", (one.owner,)))
+                for name, one in self.readers.items()
+            }
+        return {**_as_dict(tree), **parts}
+
+    # restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(self, checkpoint: Checkpoint, like: Any, into: Any, comm: Comm, options: Mapping[str, Any]) -> Any:
+        """Loads or fills a tree, same as `treeckpt.load` and `load_into`, and restores what is registered.
+
+        Raises:
+            The errors of `treeckpt.load`; nothing that is registered has changed then.
+        """
+        if not self and into is not None:
+            return _api.load_into(checkpoint, into, comm=comm, **options)
+        if not self:
+            return _api.load(checkpoint, like, comm=comm, **options)
+        selection = _RegisteredSelection(checkpoint.index, options)
+        options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
+        readers = self._plan_readers(checkpoint, selection, comm, options)
+        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
+        trees = _trees_with_optimizers(things, checkpoint, selection, comm, options)
+        target: dict[str, Any] = {}
+        if things or selection.has_unregistered(OBJECTS, self.objects):
+            target = {OBJECTS: things | {name: tree.target for name, tree in trees.items()}, READERS: ...}
+        if into is not None:
+            rest = dict.fromkeys((OBJECTS, READERS), ...)
+            result = _fill(checkpoint, _as_dict(into), {**rest, **target}, comm, options)
+        else:
+            result = _load(checkpoint, like, checkpoint.index, comm, options)
+            if target:  # the registered objects alone
+                filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
+                filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
+                rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
+                _fill(checkpoint, {}, {**rest, **target}, comm, filling)
+        for tree in trees.values():
+            tree.take_back()
+        for reader in readers:
+            reader.load()
+        return result
+
+    def restore_training(
+        self, checkpoint: Checkpoint, model: Any, optimizer: Any, comm: Comm, options: Mapping[str, Any]
+    ) -> Any:
+        """Restores a training state, same as `treeckpt.training.restore`, and what is registered; returns the report.
+
+        Raises:
+            The errors of `treeckpt.training.restore`.
+        """
+        from ..training import restore
+        from ..training._restore import WithObjects
+
+        if not self:
+            return restore(checkpoint, model, optimizer, comm=comm, **options)
+        selection = _RegisteredSelection(checkpoint.index, {"strict": options.get("strict", True)})
+        readers = self._plan_readers(checkpoint, selection, comm, options)
+        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
+        report = restore(WithObjects(checkpoint, {OBJECTS: things}), model, optimizer, comm=comm, **options)
+        for reader in readers:
+            reader.load()
+        return msgspec.structs.replace(report, ignored=self._ignored(report.ignored, checkpoint.index))
+
+    def _ignored(self, parts: Iterable[str], index: Index) -> tuple[str, ...]:
+        """Returns the parts of a checkpoint that a restore did not ask for, without what is registered."""
+        found: list[str] = []
+        for part in parts:
+            ours = {f"{part}/{key_text(name)}" for name in {OBJECTS: self.objects, READERS: self.readers}.get(part, ())}
+            there = ("/".join(path.split("/")[:2]) for path in index.by_path if path.startswith(f"{part}/"))
+            found += [name for name in dict.fromkeys(there) if name not in ours] if ours else [part]
+        return tuple(found)
+
+    def _plan_readers(
+        self, checkpoint: Checkpoint, selection: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]
+    ) -> list[StatePlan]:
+        """Loads this rank's state of each reader; returns what these take."""
+        wanted = selection.wanted(READERS, self.readers)
+        if not wanted:
+            return []
+        world = selection.index.world
+        changed = {name: self.readers[name].changed for name in wanted} if comm.size != world else {}
+        for name in (name for name, policy in changed.items() if policy == "error"):
+            others = "; or a function merge(states, rank, world) in place of 'take'; or do not register it"
+            take = f"changed='take' to register_io_state({name!r}, ...)"
+            raise other_world_error(f"{READERS}/{name}", comm, world, take=take, others=others)
+        merges = any(callable(policy) for policy in changed.values())
+
+        def merge(states: list[Any], rank: int, size: int) -> dict[str, Any]:
+            return {
+                name: policy([state[name].value for state in states], rank, size)
+                if callable(policy := changed[name])
+                else states[rank % world][name].value
+                for name in wanted
+            }
+
+        reading = {key: options[key] for key in ("allow_pickle", "namespace") if key in options}
+        found = load_own(
+            checkpoint,
+            READERS,
+            merge if merges else "take",
+            comm,
+            saved_world=world,
+            argument="changed",
+            read=read_alone(options["read"]),
+            **reading,
+        )
+        states = found if merges else {name: found[name].value for name in wanted}
+        namespace = options.get("namespace", "")
+        return [
+            plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state, namespace=namespace)
+            for name, state in states.items()
+        ]
+
+
+class _RegisteredSelection:
+    """Tells which of the registered names are in a checkpoint, and are selected by the options of the load."""
+
+    def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
+        self.index, self._options, self._strict = index, options, options.get("strict", True)
+        self._saved = [*index.by_path, *empty_container_paths(index.structure)]
+        self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude"), "exclude"))
+        self.selects = self._chosen.selects
+
+    def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+        """Returns the options for the tree, without globs that match only registered names not in the checkpoint."""
+        names = [f"{part}/{key_text(name)}" for part, part_names in registered.items() for name in part_names]
+        saved, options = self._saved, dict(self._options)
+        for key, globs in (("select", self._chosen.select), ("exclude", self._chosen.exclude)):
+            if globs:
+                known = compile_globs(globs)
+                ours = set(known.unused(saved)) - set(known.unused(saved + names))
+                options[key] = [glob for glob in globs if glob not in ours]
+        return options
+
+    def wanted(self, part: str, names: Iterable[str]) -> list[str]:
+        """Returns the names of a part that are to be restored.
+
+        Raises:
+            MismatchError: with `strict`, one is not in the checkpoint.
+        """
+        found: list[str] = []
+        for name in names:
+            path = f"{part}/{key_text(name)}"
+            below = [p for p in self._saved if p == path or p.startswith(f"{path}/")]
+            if any(map(self._chosen.selects, below)):
+                found.append(name)
+            elif not below and self._strict and self._chosen.selects(path):
+                raise MismatchError(
+                    path,
+                    expected=f"the state of {name!r}, which is registered",
+                    found="nothing in the checkpoint",
+                    hint="Pass strict=False, or leave it out",
+                )
+        return found
+
+    def has_unregistered(self, part: str, names: Iterable[str]) -> bool:
+        """Whether the checkpoint has a selected leaf of a part that is not registered."""
+        known = tuple(f"{part}/{key_text(name)}" for name in names)
+        return any(
+            path.startswith(f"{part}/") and not path.startswith(known) and self._chosen.selects(path)
+            for path in self.index.by_path
+        )
+
+
+def _trees_with_optimizers(
+    things: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    selection: _RegisteredSelection,
+    comm: Comm,
+    options: Mapping[str, Any],
+) -> dict[str, TreeToFill]:
+    """Returns the objects that hold optimizers, to be filled so that these take a state even if they have none yet."""
+    namespace = options.get("namespace", "")
+    names = "torch" in sys.modules and [
+        name
+        for name, thing in things.items()
+        if any(is_optimizer(leaf) for _, leaf in flatten(thing, namespace=namespace)[1])
+    ]
+    if not names or options["fallback"].on_corrupt == "skip":
+        return {}
+    from ..training._sources import CheckpointSource
+    from ..training._user_state import TreeToFill
+
+    rules = as_rules(options.get("rename"), options.get("transforms"))
+    source = CheckpointSource(
+        checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules)
+    )
+    return {name: TreeToFill(things[name], (OBJECTS, name), source, selection.selects) for name in names}
+
+
+def _fill(
+    checkpoint: Checkpoint, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]
+) -> Any:
+    """Fills a dict and further parts at the root of the tree, in one load."""
+    tree = {**into, **parts}
+    report = _api.load_into(checkpoint, tree, comm=comm, **options)
+    into.update((key, tree[key]) for key in into)
+    return report
+
+
+def _load(checkpoint: Checkpoint, like: Any, index: Index, comm: Comm, options: Mapping[str, Any]) -> Any:
+    """Loads the tree without what is registered."""
+    ours = {OBJECTS, READERS}
+    if like is not None:
+        tree = _api.load(checkpoint, {**_as_dict(like), **dict.fromkeys(ours, ...)}, comm=comm, **options)
+    else:
+        rest = [key for key in _roots(index) if key not in ours]
+        select = options.get("select")
+        if select is None:
+            select = [glob.escape(key_text(key)) for key in rest]
+        tree = _api.load(checkpoint, comm=comm, **{**options, "select": select})
+    return {key: value for key, value in tree.items() if key not in ours}
+
+
+def _roots(index: Index) -> Sequence[Any]:
+    return keys_of(index.structure, "") if index.structure is not None else []
+
+
+def _as_dict(tree: Any) -> dict[str, Any]:
+    if tree is ...:
+        return {}
+    if type(tree) is not dict or not {OBJECTS, READERS}.isdisjoint(tree):
+        found = f"a {type(tree).__qualname__}" if type(tree) is not dict else f"one with {OBJECTS!r} or {READERS!r}"
+        raise TreeError("", expected=f"a dict, beside whose keys {OBJECTS!r} and {READERS!r} are put", found=found)
+    return tree
+
+
+def check_name(name: str, taken: Mapping[str, Any], what: str) -> None:
+    """Refuses what is no name, and a name that is registered already."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"expected a name, found {name!r:.60}")
+    if name in taken:
+        raise ValueError(f"{name!r} is {what} already")

@@ -45,7 +45,9 @@ from .._inspect.deletion import (
 from .._io.os_errors import write_errors_wrapped
 from .._io.storage.checkpoint import KnownIndex, NewestIndex
 from .._io.storage.deletions import (
+    DECIDED,
     GRACE,
+    decide_deletion,
     delete_files,
     deletion_times,
     file_facts,
@@ -89,6 +91,7 @@ from .verification import (
 
 _REPLACED = "another save has been committed there meanwhile"
 _write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
+_log = logging.getLogger("treeckpt")
 
 
 class RunDirectory:
@@ -238,8 +241,8 @@ class RunDirectory:
             on_removal: takes before each removal how many are done, and how many are planned.
         """
         known = self._verifications or VerificationStore(cache_directory())
-        found = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
+        infos = self._read_infos(or_unread=True)
+        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -359,10 +362,8 @@ class RunDirectory:
         Raises:
             FileNotFoundError: another process has deleted it.
         """
-        store, taken = folder, False
+        store, taken, marked = folder, False, False
         assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        if not store.traits.renames:
-            store.publish(mark, b"{}", replace=True)
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
@@ -376,6 +377,9 @@ class RunDirectory:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
                 return why or _REPLACED
+            if not store.traits.renames:
+                marked = True
+                store.publish(mark, index if isinstance(index, bytes) else DECIDED, replace=True)
             taken = True  # it may be, also where an interrupt comes or an answer is lost
             try:
                 take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
@@ -390,20 +394,18 @@ class RunDirectory:
                     with contextlib.suppress(FileNotFoundError):  # a save or clean-up has put it back
                         store.rename(mark, INDEX_NAME, replace=False)
                 elif isinstance(index, bytes):
-                    store.publish(INDEX_NAME, index, replace=False)
+                    with contextlib.suppress(CheckpointExists):
+                        store.publish(INDEX_NAME, index, replace=False)
                 return "it has been pinned meanwhile"
-            if store.traits.renames:
-                try:
-                    store.rename(mark, removal.files[-1], replace=True)  # from here on nobody puts it back
-                except FileNotFoundError:
-                    if index_of_save(folder, removal.save_id) is None:
-                        raise
-                    return "it has been pinned meanwhile"
+            if not decide_deletion(store, mark, removal.files[-1]):
+                if index_of_save(folder, removal.save_id) is None:
+                    raise FileNotFoundError(f"{folder.place}/{mark}")
+                return "it has been pinned meanwhile"
             return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
         except CheckpointExists:
             return _REPLACED
         finally:
-            if not taken and not store.traits.renames:
+            if marked and not taken:
                 store.delete(mark)
 
     def _reason_to_keep(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> str:
@@ -426,20 +428,20 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
     others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
     foreign = {folder.name: others} if others else {}
     report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
-    found = plan_removal(folder, time.time_ns(), grace)
-    if found is None:
+    planned = plan_removal(folder, time.time_ns(), grace)
+    if planned is None:
         return report
-    if isinstance(found, RetainedDirectory):
-        return msgspec.structs.replace(report, left=(found,))
+    if isinstance(planned, RetainedDirectory):
+        return msgspec.structs.replace(report, left=(planned,))
     if not dry_run:
         try:
-            why = remove_leftovers(folder, found)
+            why = remove_leftovers(folder, planned)
         except (OSError, TreeckptError) as error:
-            failed = RetainedDirectory(found.name, f"{type(error).__name__}: {error}")
+            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
             return msgspec.structs.replace(report, failed=(failed,))
         if why:
-            return msgspec.structs.replace(report, left=(RetainedDirectory(found.name, why),))
-    return msgspec.structs.replace(report, removed=(found,))
+            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
+    return msgspec.structs.replace(report, removed=(planned,))
 
 
 def _held(folder: Store, why: str) -> CheckpointError:
@@ -454,9 +456,6 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
-
-
-_log = logging.getLogger("treeckpt")
 
 
 class CheckpointSelector:
@@ -518,7 +517,7 @@ class CheckpointSelector:
             CheckpointNotFound: the directory is one checkpoint.
             StoreError: a checkpoint that may be newer could not be read, or with `verify` not compared: it may be good.
         """
-        infos, found = self._listed(or_unread=True), None
+        infos, newest = self._listed(or_unread=True), None
         for info in infos:
             if info.status == "unread":
                 expected, hint = (
@@ -532,27 +531,27 @@ class CheckpointSelector:
             if not why and verify:
                 why = self._problem(info)
             if not why:
-                found = info
+                newest = info
                 break
             if info.name not in busy:
                 self.warn_once(info.path, f"passed over, {info.status}: {why}")
             if passed_over is not None and info.status != "partial":
                 passed_over.append(f"{info.path}: {why}")
-        for path, why in self._perhaps_newer(infos, found):
+        for path, why in self._perhaps_newer(infos, newest):
             self.warn_once(path, f"passed over, {why}")
             if passed_over is not None:
                 passed_over.append(f"{path}: {why}")
-        return found
+        return newest
 
     def _perhaps_newer(
-        self, infos: Sequence[CheckpointInfo], found: CheckpointInfo | None
+        self, infos: Sequence[CheckpointInfo], newest: CheckpointInfo | None
     ) -> Iterator[tuple[str, str]]:
         """Yields the path of each step that may have been saved after the one that was found, and why it is not known.
 
         These are steps whose index, which has the lineage, cannot be read, and links with a higher step.
         """
-        step = step_info(found).step if found is not None else -1
-        for info in infos[infos.index(found) + 1 :] if found is not None else ():
+        step = step_info(newest).step if newest is not None else -1
+        for info in infos[infos.index(newest) + 1 :] if newest is not None else ():
             if info.status in ("corrupt", "unread") and info.save_id is None:
                 yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
         for name in self.directory.store.linked_names():
@@ -605,10 +604,10 @@ class CheckpointSelector:
         complete = self.complete()
         steps = [step_info(info) for info in complete]
         infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
-        found, known = best_of(steps, policy), VerificationStore(cache_directory())
-        if steps and not found:
+        rated, known = best_of(steps, policy), VerificationStore(cache_directory())
+        if steps and not rated:
             self.warn_once(self.directory.url, unmeasured_text(policy.metric, steps))
-        for step in (one.step for one in found):
+        for step in (one.step for one in rated):
             info = infos[step]
             if not with_verification(info, self.directory.store.folder(info.name), known).damaged:
                 return step
@@ -632,23 +631,23 @@ class CheckpointSelector:
             except CheckpointNotFound:
                 self._listed()  # raises the error for the path of one checkpoint in place of this one
                 raise
-        found = self.newest(without=tried, passed_over=passed_over)
-        if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
+        newest = self.newest(without=tried, passed_over=passed_over)
+        if newest is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
-        if found is None and (tried or passed_over):
+        if newest is None and (tried or passed_over):
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
                 found="only such as cannot be loaded",
                 hint="See what treeckpt verify says of each",
             )
-        return found
+        return newest
 
     def take_index(self, info: CheckpointInfo) -> KnownIndex | None:
         """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
-        found, self._read = self._read.found, NewestIndex()
-        return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None
+        index, self._read = self._read.found, NewestIndex()
+        return index if index and (index.url, index.index.save_id) == (info.path, info.save_id) else None
 
 
 @dataclass(eq=False)
@@ -656,7 +655,7 @@ class _HistoryEntry:
     """A restored checkpoint, or a save that was started."""
 
     mark: SavedCheckpoint | None = None
-    """None until the lineage of the save is known."""
+    """The checkpoint; None until the lineage of its save is known."""
     restored: bool = False
 
 

@@ -43,8 +43,13 @@ from ..errors import RankError, TreeckptError
 
 _LOADERS = ("torch.utils.data", "torchdata")
 """The packages whose functions the workers of data loaders run."""
-_END = 5.0
+_WORKER_END_SECONDS = 5.0
 """Seconds to wait at most for the end of a killed worker; one that waits for a disk may take longer."""
+_log = logging.getLogger("treeckpt")
+_KEPT_DECISIONS = 256
+"""Decisions to save that stay in the message store, for ranks that are behind."""
+_WORKER_ERROR = "DataLoader worker"
+"""The words with which torch's errors about dead workers begin."""
 
 
 class LoaderWorkers:
@@ -107,18 +112,13 @@ def _kill(popen: Any) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         popen.kill()
-        popen.wait(_END)
+        popen.wait(_WORKER_END_SECONDS)
     finally:
         if before is not None:
             signal.signal(signal.SIGCHLD, before)
 
 
 LOADER_WORKERS = LoaderWorkers()
-
-
-_log = logging.getLogger("treeckpt")
-_HISTORY = 256
-"""Decisions to save that stay in the message store, for ranks that are behind."""
 
 
 class _SchedulePlan(msgspec.Struct, array_like=True):
@@ -140,25 +140,18 @@ class SaveSchedule:
         seconds: seconds between saves, by rank 0's clock.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        *,
-        every: int | None = None,
-        seconds: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, comm: Comm, *, every: int | None = None, seconds: float | None = None) -> None:
         for name, given, least in (("every", every, 1), ("seconds", seconds, 0)):
             if given is None:
                 continue
             if isinstance(given, bool) or not isinstance(given, Real) or not given >= least:
                 hint = f"{name}=None saves at no interval"
                 raise TreeckptError(name, expected=f"a number, {least} or more", found=f"{given!r}", hint=hint)
-        self._every, self._seconds, self.clock = every, seconds, clock
+        self._every, self._seconds, self.clock = every, seconds, time.monotonic
         self._comm = PrefixComm(comm, "pace")
         # every rank creates its managers in the same order: the number keeps their messages apart
         self._number = self._comm.state.managers = self._comm.state.managers + 1
-        self._calls, self._last = 0, clock()
+        self._calls, self._last = 0, self.clock()
         self._interrupted: int | None = None
         """The step of the last call if that has not come to its end: made again, it is not counted again."""
         self._plan = _SchedulePlan(1, [], 0)
@@ -210,7 +203,7 @@ class SaveSchedule:
     def _decide(self) -> _SchedulePlan:
         """On rank 0: decides about the next call; returns the decisions."""
         plan, following = self._plan, self._calls + 1
-        due, stop = plan.due[-_HISTORY:], plan.stop
+        due, stop = plan.due[-_KEPT_DECISIONS:], plan.stop
         if self._is_time():
             due = [*due, following]
             self.restart()
@@ -307,10 +300,6 @@ class SaveSchedule:
             signal.raise_signal(self.signum)
 
 
-_WORKERS = "DataLoader worker"
-"""How torch's errors about dead workers begin."""
-
-
 class LoopState:
     """The state of a loop for a last save, where a signal ends workers of its data loader, and their error the loop.
 
@@ -368,7 +357,7 @@ class LoopState:
 
 def is_of_workers(error: BaseException) -> bool:
     """Whether an error is that of dead workers of a data loader, or follows one."""
-    return any(_WORKERS in str(one) for one in _chain(error))
+    return any(_WORKER_ERROR in str(one) for one in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -386,8 +375,8 @@ def training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> An
     from ..training import state
 
     asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
-    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
-    given = {name: one for name, one in parts.items() if one is not None}
+    parts: dict[str, Any] = {name: None if thing is False else thing for name, thing in asked.items()}
+    given = {name: thing for name, thing in parts.items() if thing is not None}
     for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
         if is_value(leaf):
             raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")

@@ -11,10 +11,10 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,79 +32,6 @@ MAX_LINE = 1 << 16
 """Bytes of the line of JSON."""
 MAX_DIRECTORY_NBYTES = 1 << 30
 """Bytes of all files of a directory; beyond that the oldest are deleted."""
-
-
-class Columns(msgspec.Struct, frozen=True):
-    """The line of JSON of a file."""
-
-    rows: int
-
-
-C = TypeVar("C", bound=Columns)
-
-
-def place_of(url: str) -> str:
-    """Returns the name of a folder under which what is known of it is kept, the same for all links to it."""
-    return url if is_url(url) else os.path.realpath(local_path(url))
-
-
-def key_of_parts(*parts: str) -> str:
-    """Returns a hash of texts."""
-    return hashlib.blake2s("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-
-
-def read_columns(path: Path, kinds: Mapping[str, str], head: type[C]) -> tuple[C, dict[str, np.ndarray]] | None:
-    """Returns what a file holds; None if there is none, or a damaged one.
-
-    Args:
-        kinds: the dtypes of the columns, of 8 bytes.
-    """
-    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError), path.open("rb") as file:
-        line = file.readline(MAX_LINE)
-        found = decode_json(line, head)
-        if found.rows < 0 or path.stat().st_size - len(line) != 8 * found.rows * len(kinds):
-            return None
-        if not found.rows:
-            return found, {name: np.empty(0, kind) for name, kind in kinds.items()}
-        starts = {name: len(line) + 8 * found.rows * number for number, name in enumerate(kinds)}
-        return found, {name: np.memmap(path, kinds[name], "r", start, (found.rows,)) for name, start in starts.items()}
-    return None
-
-
-def write_columns(
-    path: Path,
-    kinds: Mapping[str, str],
-    head: Columns,
-    columns: Mapping[str, np.ndarray],
-    *,
-    limit: int = MAX_DIRECTORY_NBYTES,
-) -> bool:
-    """Writes a file, and deletes the oldest ones beside it beyond a limit; returns whether it could be written.
-
-    Args:
-        limit: bytes of all files of the directory.
-    """
-    line = msgspec.json.encode(head)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
-            for name, kind in kinds.items():
-                file.write(columns[name].astype(kind).tobytes())
-        Path(file.name).replace(path)
-    except OSError:
-        return False
-    with contextlib.suppress(OSError):  # another program deletes there, too
-        files = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime_ns)
-        over = sum(one.stat().st_size for one in files) - limit
-        for one in files:
-            if over <= 0:
-                break
-            over -= one.stat().st_size
-            one.unlink()
-    return True
-
-
 MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
 STATISTICS_COLUMNS = (
     {"leaf": "<i8", "key": "<u8"}
@@ -116,6 +43,80 @@ STATISTICS_COLUMNS = (
 
 `low_rest` is what an integer `low` has beyond its float64, NaN where `low` is no integer; `high_rest` likewise.
 """
+NUMBERS = ("elements", "changed", "not_finite", "max_abs", "before", "after", "change", "cosine")
+CHANGE_COLUMNS = {"leaf_a": "<i8", "leaf_b": "<i8"} | {
+    name: "<i8" if name in NUMBERS[:3] else "<f8" for name in NUMBERS
+}
+"""The numbers of the leaves, and fields of `Delta`; NaN stands for None."""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """The line of JSON of a file."""
+
+    rows: int
+
+
+C = TypeVar("C", bound=Columns)
+
+
+def cache_key(*saves: tuple[str, str]) -> str:
+    """Returns the name under which is kept what is known of saves, each given by URL and id: the same for all links."""
+    parts = [part for url, save_id in saves for part in (place_of(url), save_id)]
+    return hashlib.blake2s("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def place_of(url: str) -> str:
+    """Returns the URL of a folder, the same for all links to it."""
+    return url if is_url(url) else os.path.realpath(local_path(url))
+
+
+class _ColumnFiles(Generic[C]):
+    """Files of columns of numbers in a directory.
+
+    Args:
+        kinds: the dtypes of the columns, of 8 bytes.
+        head: the line of JSON.
+        limit: bytes of all files; beyond it the oldest are deleted.
+    """
+
+    def __init__(self, directory: Path, kinds: Mapping[str, str], head: type[C], limit: int) -> None:
+        self.directory, self._kinds, self._head, self._limit = directory, kinds, head, limit
+
+    def read(self, key: str) -> tuple[C, dict[str, np.ndarray]] | None:
+        """Returns what a file holds; None if there is none, or a damaged one."""
+        path, kinds = self.directory / f"{key}.columns", self._kinds
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError), path.open("rb") as file:
+            line = file.readline(MAX_LINE)
+            head = decode_json(line, self._head)
+            if (rows := head.rows) < 0 or path.stat().st_size - len(line) != 8 * rows * len(kinds):
+                return None
+            if not rows:
+                return head, {name: np.empty(0, kind) for name, kind in kinds.items()}
+            starts = {name: len(line) + 8 * rows * number for number, name in enumerate(kinds)}
+            return head, {name: np.memmap(path, kinds[name], "r", start, (rows,)) for name, start in starts.items()}
+        return None
+
+    def write(self, key: str, head: C, columns: Mapping[str, Sequence[float] | np.ndarray]) -> bool:
+        """Writes a file; returns whether it could be written."""
+        line = msgspec.json.encode(head)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
+                file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
+                for name, kind in self._kinds.items():
+                    file.write(np.asarray(columns[name], kind).tobytes())
+            Path(file.name).replace(self.directory / f"{key}.columns")
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):  # another program deletes there, too
+            files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            over = sum(path.stat().st_size for path in files) - self._limit
+            for path in files:
+                if over <= 0:
+                    break
+                over -= path.stat().st_size
+                path.unlink()
+        return True
 
 
 class StatisticsHead(Columns, frozen=True):
@@ -123,7 +124,7 @@ class StatisticsHead(Columns, frozen=True):
 
     save_id: str
     fingerprint: str
-    """Of the save's files, see `_runs.verification.fingerprint_of`."""
+    """The fingerprint of the files of the save, as `_runs.verification.fingerprint_of` makes it."""
     ended_ns: int
     """Unix time at which the last byte was read."""
 
@@ -137,11 +138,11 @@ class LeafStatistics:
 
     def row(self, at: int) -> Moments:
         """Returns the statistics in one row."""
-        found = {name: self.columns[name][at].item() for name in MOMENTS}
+        values = {name: self.columns[name][at].item() for name in MOMENTS}
         for name in ("low", "high"):
             if not math.isnan(rest := self.columns[f"{name}_rest"][at].item()):
-                found[name] = int(found[name]) + int(rest)
-        return Moments(**found)
+                values[name] = int(values[name]) + int(rest)
+        return Moments(**values)
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -150,8 +151,8 @@ class LeafStatistics:
 
     def row_of(self, path: str) -> int | None:
         """Returns the row of the array at a path; None if there is none, or none of numbers."""
-        found = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
-        return int(found[0]) if len(found) else None
+        rows = np.flatnonzero(self.columns["key"] == np.uint64(_key(path)))
+        return int(rows[0]) if len(rows) else None
 
 
 def _rest(number: float) -> float:
@@ -162,7 +163,7 @@ def _key(path: str) -> int:
     return xxhash.xxh3_64_intdigest(path.encode("utf-8", "surrogatepass"))
 
 
-class StatisticsStore:
+class StatisticsStore(_ColumnFiles[StatisticsHead]):
     """The statistics that are kept below a cache directory.
 
     Args:
@@ -170,40 +171,27 @@ class StatisticsStore:
     """
 
     def __init__(self, cache: Path, limit: int = MAX_DIRECTORY_NBYTES) -> None:
-        self.directory = cache / "statistics-1"
-        self._limit = limit
-
-    def _path(self, url: str, save_id: str) -> Path:
-        return self.directory / f"{key_of_parts(place_of(url), save_id)}.columns"
+        super().__init__(cache / "statistics-1", STATISTICS_COLUMNS, StatisticsHead, limit)
 
     def find(self, url: str, save_id: str | None) -> LeafStatistics | None:
         """Returns the statistics of a save in the folder `url`, whether or not its files have changed since."""
-        if (
-            save_id is None
-            or (found := read_columns(self._path(url, save_id), STATISTICS_COLUMNS, StatisticsHead)) is None
-        ):
-            return None
-        return LeafStatistics(*found) if found[0].save_id == save_id else None
+        kept = self.read(cache_key((url, save_id))) if save_id is not None else None
+        return LeafStatistics(*kept) if kept is not None and kept[0].save_id == save_id else None
 
     def record(self, url: str, index: Index, fingerprint: str, ended_ns: int, found: Mapping[int, Moments]) -> bool:
         """Keeps the statistics of the arrays of a save, by leaf number; returns whether they could be written."""
         head = StatisticsHead(len(found), index.save_id, fingerprint, ended_ns)
-        paths = [index.entries[number].path for number in found]
-        columns = {"leaf": np.array(list(found), np.int64), "key": np.array([_key(path) for path in paths], np.uint64)}
-        columns |= {
-            name: np.array([getattr(row, name) for row in found.values()], STATISTICS_COLUMNS[name]) for name in MOMENTS
+        paths, rows = [index.entries[number].path for number in found], found.values()
+        columns = {
+            name: np.array([getattr(row, name) for row in rows], kind)
+            for name, kind in STATISTICS_COLUMNS.items()
+            if name in MOMENTS
         }
         for name in ("low", "high"):
-            columns[f"{name}_rest"] = np.array([_rest(getattr(row, name)) for row in found.values()], np.float64)
-        columns |= asdict(rank_unusual(paths, columns))
-        return write_columns(self._path(url, index.save_id), STATISTICS_COLUMNS, head, columns, limit=self._limit)
-
-
-NUMBERS = ("elements", "changed", "not_finite", "max_abs", "before", "after", "change", "cosine")
-CHANGE_COLUMNS = {"leaf_a": "<i8", "leaf_b": "<i8"} | {
-    name: "<i8" if name in NUMBERS[:3] else "<f8" for name in NUMBERS
-}
-"""The numbers of the leaves, and fields of `Delta`; NaN stands for None."""
+            columns[f"{name}_rest"] = np.array([_rest(getattr(row, name)) for row in rows])
+        keys = {"leaf": list(found), "key": [_key(path) for path in paths]}
+        ranking = asdict(rank_unusual(paths, columns))
+        return self.write(cache_key((url, index.save_id)), head, {**keys, **columns, **ranking})
 
 
 class ComparedSave(msgspec.Struct, frozen=True):
@@ -212,7 +200,7 @@ class ComparedSave(msgspec.Struct, frozen=True):
     url: str
     save_id: str
     fingerprint: str
-    """See `_runs.verification.fingerprint_of`."""
+    """The fingerprint of its files, as `_runs.verification.fingerprint_of` makes it."""
 
 
 class ChangesHead(Columns, frozen=True):
@@ -222,32 +210,24 @@ class ChangesHead(Columns, frozen=True):
     b: ComparedSave
 
 
-class ChangeStore:
+class ChangeStore(_ColumnFiles[ChangesHead]):
     """What comparisons have measured, below a cache directory."""
 
     def __init__(self, cache: Path) -> None:
-        self.directory = cache / "changes-1"
-
-    def _path(self, a: ComparedSave, b: ComparedSave) -> Path:
-        key = key_of_parts(place_of(a.url), a.save_id, place_of(b.url), b.save_id)
-        return self.directory / f"{key}.columns"
+        super().__init__(cache / "changes-1", CHANGE_COLUMNS, ChangesHead, MAX_DIRECTORY_NBYTES)
 
     def find(self, a: ComparedSave, b: ComparedSave) -> dict[str, np.ndarray] | None:
         """Returns the columns of the comparison of two saves; None if there is none of their files as they are."""
-        found = read_columns(self._path(a, b), CHANGE_COLUMNS, ChangesHead)
-        if found is None:
+        kept = self.read(cache_key((a.url, a.save_id), (b.url, b.save_id)))
+        if kept is None:
             return None
-        known = (found[0].a.save_id, found[0].a.fingerprint, found[0].b.save_id, found[0].b.fingerprint)
-        return found[1] if known == (a.save_id, a.fingerprint, b.save_id, b.fingerprint) else None
+        known = (kept[0].a.save_id, kept[0].a.fingerprint, kept[0].b.save_id, kept[0].b.fingerprint)
+        return kept[1] if known == (a.save_id, a.fingerprint, b.save_id, b.fingerprint) else None
 
     def record(self, a: ComparedSave, b: ComparedSave, measured: Iterable[tuple[Leaf, Leaf, Delta]]) -> bool:
         """Keeps the differences of pairs of arrays; returns whether they could be written."""
-        rows = [
-            (x.number, y.number, *(math.nan if (n := getattr(delta, name)) is None else n for name in NUMBERS))
-            for x, y, delta in measured
-        ]
-        values = zip(*rows, strict=True) if rows else ((),) * len(CHANGE_COLUMNS)
-        columns = {
-            name: np.array(column, CHANGE_COLUMNS[name]) for name, column in zip(CHANGE_COLUMNS, values, strict=True)
-        }
-        return write_columns(self._path(a, b), CHANGE_COLUMNS, ChangesHead(len(rows), a, b), columns)
+        pairs = list(measured)
+        columns = {name: [getattr(delta, name) for _, _, delta in pairs] for name in NUMBERS}
+        columns = {name: [math.nan if n is None else n for n in column] for name, column in columns.items()}
+        columns |= {"leaf_a": [x.number for x, _, _ in pairs], "leaf_b": [y.number for _, y, _ in pairs]}
+        return self.write(cache_key((a.url, a.save_id), (b.url, b.save_id)), ChangesHead(len(pairs), a, b), columns)

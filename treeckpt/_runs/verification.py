@@ -33,7 +33,7 @@ from .._loading.run_load import on_one_version
 from .._loading.verify import LeafMoments, verify_checkpoint
 from ..errors import TreeckptError, visible
 from ..reports import Problem, VerifyReport
-from .statistics_store import StatisticsStore, key_of_parts, place_of
+from .statistics_store import StatisticsStore, cache_key
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -70,7 +70,7 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """How many problems it found."""
     problems: list[DamagedPart]
-    """The first of them."""
+    """The first of the problems."""
     unread: list[DamagedPart] = []
     """The first parts that could not be read. Without problems a verification that has some is not kept."""
     beside: bool = False
@@ -84,9 +84,9 @@ class Verification(VerificationResult, frozen=True, kw_only=True):
 
     save_id: str
     ended_ns: int
-    """Unix time of its end."""
+    """The Unix time at which it ended."""
     fingerprint: str
-    """Of the names, sizes and modification times of the save's files before the first byte was read."""
+    """A hash of the names, sizes and modification times of the save's files before the first byte was read."""
     index_xxh3: str = ""
     """Checksum of the index; empty where it is not known."""
 
@@ -159,13 +159,13 @@ def verify_folder(
         moments = LeafMoments(one.index) if statistics is not None else None
         return verify_checkpoint(one, on_shard=on_shard, moments=moments), one, moments
 
-    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda found: found[0].problems)
+    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda result: result[0].problems)
     index = checkpoint.index
     fingerprint = fingerprint_of(entries, index.save_id)
-    found = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
-    if statistics is not None and moments is not None and found.ok:
-        statistics.record(folder.place, index, found.fingerprint, found.ended_ns, moments.found())
-    return report, found
+    verification = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
+    if statistics is not None and moments is not None and verification.ok:
+        statistics.record(folder.place, index, verification.fingerprint, verification.ended_ns, moments.found())
+    return report, verification
 
 
 def verification_of(report: VerifyReport, save_id: str, fingerprint: str, by: str, *, index: bytes) -> Verification:
@@ -204,7 +204,7 @@ def found_part(save_id: str, fingerprint: str, problems: list[DamagedPart], *, b
 
 def shown_parts(problems: Sequence[Problem]) -> list[DamagedPart]:
     """Returns what is kept of problems."""
-    return [DamagedPart(one.file, one.text[:MAX_TEXT]) for one in problems[:MAX_PROBLEMS]]
+    return [DamagedPart(problem.file, problem.text[:MAX_TEXT]) for problem in problems[:MAX_PROBLEMS]]
 
 
 _DECODER = msgspec.json.Decoder(Verification)
@@ -232,17 +232,17 @@ class VerificationStore:
             beside: whether the folder has a file that says that the save is damaged: only then is it read. It counts,
                 unless this user's cache has a later verification that found all intact, and could not remove it.
         """
-        found = self._find(_name(folder.place, save_id)) if save_id is not None else None
-        if save_id is None or found is None or found.save_id != save_id or (found.beside and not beside):
-            found = None
+        cached = self._find(_file_name(folder, save_id)) if save_id is not None else None
+        if save_id is None or cached is None or cached.save_id != save_id or (cached.beside and not beside):
+            cached = None
         if beside and save_id is not None:
             verdict = _read_beside(folder, save_id)
-            if verdict is not None and (found is None or found.total or found.ended_ns < verdict.ended_ns):
+            if verdict is not None and (cached is None or cached.total or cached.ended_ns < verdict.ended_ns):
                 return verdict
-        if save_id is None or found is None:
+        if save_id is None or cached is None:
             return None
-        changed = fingerprint_of(folder.entries(), save_id) != found.fingerprint
-        return None if changed and not found.total else msgspec.structs.replace(found, changed=changed)
+        changed = fingerprint_of(folder.entries(), save_id) != cached.fingerprint
+        return None if changed and not cached.total else msgspec.structs.replace(cached, changed=changed)
 
     @property
     def version(self) -> int:
@@ -278,7 +278,7 @@ class VerificationStore:
         """
         if not verification.complete and not verification.total:
             return []
-        name, save_id, failed = _name(folder.place, verification.save_id), verification.save_id, list[str]()
+        save_id, failed = verification.save_id, list[str]()
         entries, before = dict[str, DirectoryEntry](), None
         try:
             entries = folder.listed().entries()
@@ -300,7 +300,7 @@ class VerificationStore:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
                 file.write(msgspec.json.encode(verification))
-            Path(file.name).replace(self.directory / name)
+            Path(file.name).replace(self.directory / _file_name(folder, save_id))
         except OSError as error:
             failed.append(f"the result could not be written to the cache: {error}")
         return failed
@@ -367,5 +367,5 @@ def _is_written_since(folder: Store, name: str, verdict: Verification) -> bool:
     return False
 
 
-def _name(url: str, save_id: str) -> str:
-    return f"{key_of_parts(place_of(url), save_id)}.json"
+def _file_name(folder: Store, save_id: str) -> str:
+    return f"{cache_key((folder.place, save_id))}.json"

@@ -29,4 +29,5 @@ __all__ = [
     "to_torch_file",
     "to_treeckpt",
 ]
+
 publish(__name__, __all__, globals())

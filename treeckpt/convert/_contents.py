@@ -135,13 +135,13 @@ class Contents(msgspec.Struct, frozen=True):
 
     structure: Structure
     leaves: tuple[ContentsLeaf, ...]
-    """In the structure's order, with their paths."""
+    """The leaves with their paths, in the structure's order."""
     label: str
-    """Of the source, for errors."""
+    """The URL of the source, for errors."""
     sums: ArchiveChecksums
     """The checksums of archives that arrays are in; a checkpoint of ours has none of these."""
     format: str = "treeckpt"
-    """Of the source: one of `SOURCES`."""
+    """The format of the source: one of `SOURCES`."""
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
@@ -150,7 +150,7 @@ class Contents(msgspec.Struct, frozen=True):
     unread: tuple[str, ...] = ()
     """Names of files beside those of the source that are not read: of another format, or in no index."""
     present: int = 0
-    """Bytes that its arrays can take together: those of the files, and as many as views may repeat."""
+    """The bytes that its arrays can take together: those of the files, and as many as views may repeat."""
 
 
 def detect(path: Source) -> str:
@@ -163,8 +163,8 @@ def detect(path: Source) -> str:
         CheckpointNotFound: there is nothing.
         FormatError: nothing that is known.
     """
-    if (found := foreign_at(path)) is not None:
-        return found.kind
+    if (files := foreign_at(path)) is not None:
+        return files.kind
     _check_own(path)
     return "treeckpt"
 
@@ -207,9 +207,9 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
     Raises:
         CheckpointNotFound, FormatError: as `detect`.
     """
-    if (found := foreign_at(path)) is not None:
-        found.inner = counted(found.inner)
-        return ForeignCheckpoint(found, alone=alone)
+    if (files := foreign_at(path)) is not None:
+        files.inner = counted(files.inner)
+        return ForeignCheckpoint(files, alone=alone)
     _check_own(path)
     return Checkpoint(counted(open_store(path)))
 
@@ -284,23 +284,23 @@ def read_contents(checkpoint: Checkpoint, wanted: LoadOptions) -> Contents:
     """
     refused: list[RefusedLeaf] = []
     if isinstance(checkpoint, ForeignCheckpoint):
-        found = checkpoint.contents
-        refused += found.refused
+        read = checkpoint.contents
+        refused += read.refused
         contents = Contents(
-            found.structure,
-            found.leaves,
+            read.structure,
+            read.leaves,
             label=checkpoint.url,
             sums=checkpoint.sums,
             format=checkpoint.kind,
-            metadata=found.metadata,
-            unread=found.unread,
+            metadata=read.metadata,
+            unread=read.unread,
             present=most_nbytes(sum(checkpoint.sizes.values())),
         )
     else:
         contents = _read_native(checkpoint, refused)
-    for one in refused:
-        if wanted.selects(one.path):
-            raise refusal(one, contents.label)
+    for leaf in refused:
+        if wanted.selects(leaf.path):
+            raise refusal(leaf, contents.label)
     return contents
 
 
@@ -356,7 +356,7 @@ def _spread_ranks(
             shared, rows[first:] = rows[first:], []
             for rank in decode_runs(group).tolist():
                 by_rank.append((rank, made))
-                rows.extend((_with_rank(at, path, rank), number, rank) for at, number, _ in shared)
+                rows.extend((_with_rank(below, path, rank), number, rank) for below, number, _ in shared)
         found = f"state of its own for each of {count_text(len(by_rank), 'rank')}"
         findings.append(Finding(path, "one tree", found, "a dict by rank"))
         return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
@@ -376,28 +376,28 @@ def tree_of(contents: Contents) -> Any:
     return unflatten(contents.structure, iter([leaf for _, leaf in contents.leaves]), resolve=resolve)
 
 
-def subtree(contents: Contents, at: str) -> Contents:
+def subtree(contents: Contents, root: str) -> Contents:
     """Returns the subtree at a path, with paths from there.
 
     Raises:
         MismatchError: there is no such path.
     """
-    if not at:
+    if not root:
         return contents
     node, path = contents.structure, ""
-    while path != at:
+    while path != root:
         keys = keys_of(node, path) if node is not None else ()
         paths = [child_path(path, key) for key in keys]
-        step = next((i for i, text in enumerate(paths) if f"{at}/".startswith(text + "/")), None)
+        step = next((i for i, text in enumerate(paths) if f"{root}/".startswith(text + "/")), None)
         if step is None or node is None:
             raise MismatchError(
-                f"{at}: {contents.label}",
+                f"{root}: {contents.label}",
                 expected="a path of the tree",
                 found=f"only {', '.join(paths[:8]) or 'a leaf'}{' ...' if len(paths) > 8 else ''}",
                 hint="treeckpt show lists the paths of a checkpoint",
             )
         path, node = paths[step], node.children[step]
-    cut, above = len(at) + 1, at + "/"
+    cut, above = len(root) + 1, root + "/"
     leaves = tuple((path[cut:], leaf) for path, leaf in contents.leaves if f"{path}/".startswith(above))
     inside = [finding for finding in contents.findings if f"{finding.path}/".startswith(above)]
     findings = tuple(msgspec.structs.replace(finding, path=finding.path[cut:]) for finding in inside)

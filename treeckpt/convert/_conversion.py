@@ -42,11 +42,11 @@ from ._transform import cast_floats, transform, with_state_dicts
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
-MEMORY = 64 << 20
+DEFAULT_MEMORY = 64 << 20
 MIN_BUFFER_NBYTES = 4 << 20
-SAVING = 56 << 20
+SAVING_NBYTES = 56 << 20
 """Bytes that a save of ours takes: its own buffers, and what is read into them."""
-SHARD = 5_000_000_000
+SHARD_NBYTES = 5_000_000_000
 """Bytes of a file, unless told otherwise; as Hugging Face has it."""
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
@@ -102,7 +102,7 @@ def convert(
     to: str | None = None,
     dtype: Any = None,
     max_shard_size: int | str | None = None,
-    memory: int | str = MEMORY,
+    memory: int | str = DEFAULT_MEMORY,
     select: Selection = None,
     exclude: Selection = None,
     subtree: str = "",
@@ -262,7 +262,7 @@ def _format(destination: str, to: str | None) -> tuple[str, bool]:
 def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
     """Returns the bytes of buffers, and of a file."""
     budget = _bytes(memory, "memory")
-    least = SAVING if to == "treeckpt" else MIN_BUFFER_NBYTES
+    least = SAVING_NBYTES if to == "treeckpt" else MIN_BUFFER_NBYTES
     if budget < least:
         raise MismatchError("memory", expected=f"at least {least} bytes, for {to}", found=f"{budget}")
     if max_shard_size is None:
@@ -322,9 +322,11 @@ def _lay_out(held: FittedContents, options: _Options) -> Output | None:
     if options.to == "dcp":
         from ._torch_write import lay_out_dcp
 
-        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
+        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD_NBYTES)
     if options.to == "safetensors":
-        return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD)
+        return lay_out_safetensors(
+            held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES
+        )
     return None
 
 

@@ -42,7 +42,7 @@ from .._core.tree.structure import (
     child_path,
     keys_of,
 )
-from .._foreign.foreign_checkpoint import FREE, TIMES
+from .._foreign.foreign_checkpoint import FREE_NBYTES, REPEATED_TIMES
 from .._foreign.pickle_reader import brief
 from .._foreign.safetensors_read import TAGS
 from ..errors import FormatError, TreeError
@@ -74,7 +74,7 @@ _PLAIN: dict[type, str] = {
 }
 
 
-NODES = frozenset(_PLAIN) - {PerRankNode}
+LAZY_NODES = frozenset(_PLAIN) - {PerRankNode}
 """The kinds of containers that hold lazy leaves."""
 _WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode)
 
@@ -106,10 +106,10 @@ def lower_containers(
     def walk(node: Structure, path: str) -> Structure:
         if node is None:
             return None
-        found: list[Structure] = []
+        parts: list[Structure] = []
         for key, child in zip(keys_of(node, path), node.children, strict=True):
-            found.append(None if child is None else walk(child, child_path(path, key)))
-        children = tuple(found)
+            parts.append(None if child is None else walk(child, child_path(path, key)))
+        children = tuple(parts)
         if type(node) in holds and _is_known(node):
             if isinstance(node, OrderedDictNode) and node.attributes is not None:
                 given = node.attributes.decoded(path)
@@ -151,7 +151,7 @@ class FittedContents(msgspec.Struct, frozen=True):
     contents: Contents
     ties: dict[str, Tie]
     names: dict[str, str] = {}
-    """By path, the name in a format with flat names."""
+    """The name of each leaf in a format with flat names, by its path."""
 
 
 class _LeafFit:
@@ -242,7 +242,7 @@ class Tie(msgspec.Struct, frozen=True):
 
     of: str
     view: StridedView | None
-    """None for the whole array in its own shape."""
+    """The part that the leaf shows; None for the whole array in its own shape."""
 
 
 def _ties_of(contents: Contents) -> dict[str, Tie]:
@@ -255,7 +255,7 @@ def _ties_of(contents: Contents) -> dict[str, Tie]:
 
 def fit_treeckpt(contents: Contents) -> FittedContents:
     """Fits contents to a checkpoint of ours."""
-    return FittedContents(lower_containers(contents, NODES), {})
+    return FittedContents(lower_containers(contents, LAZY_NODES), {})
 
 
 def fit_torch(contents: Contents) -> FittedContents:
@@ -294,12 +294,12 @@ def _check_keys(node: Structure, path: str, fit: _LeafFit) -> None:
     if node is None:
         return
     for key, child in zip(keys_of(node, path), node.children, strict=True):
-        at = child_path(path, key)
+        below = child_path(path, key)
         if isinstance(node, DictNode) and type(key) is not str:
-            fit.note(at, f"a key of type {type(key).__name__}", "text")
+            fit.note(below, f"a key of type {type(key).__name__}", "text")
         if isinstance(child, DictNode) and not child.children:
-            fit.note(at, "an empty dict", "nothing")
-        _check_keys(child, at, fit)
+            fit.note(below, "an empty dict", "nothing")
+        _check_keys(child, below, fit)
 
 
 def _names(contents: Contents) -> dict[str, str]:
@@ -391,18 +391,18 @@ def check_growth(source: Contents, nbytes: int) -> None:
     Raises:
         FormatError: naming the leaf with the most bytes.
     """
-    if nbytes <= FREE:
+    if nbytes <= FREE_NBYTES:
         return
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
     values = [leaf.getbuffer() if isinstance(leaf, io.BytesIO) else leaf for _, leaf in source.leaves]
     held = _stored_nbytes(arrays) + sum(
         len(value) for value in values if isinstance(value, (bytes, bytearray, str, memoryview))
     )
-    if arrays and nbytes > FREE + TIMES * held:
+    if arrays and nbytes > FREE_NBYTES + REPEATED_TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(
             f"{path}: {source.label}",
-            expected=f"at most {FREE + TIMES * held} bytes to write of arrays that take {held}",
+            expected=f"at most {FREE_NBYTES + REPEATED_TIMES * held} bytes to write of arrays that take {held}",
             found=f"{nbytes} bytes, of which {largest.nbytes} are a view that shows the same bytes over and over",
             hint=f"Leave it out (exclude={path!r}, --exclude {path!r}), or save a copy of it in the place of the view",
         )
@@ -412,4 +412,4 @@ def own_nbytes(contents: Contents) -> int:
     """Returns the bytes of the arrays, without ties and views of others."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
-    return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE else total
+    return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE_NBYTES else total

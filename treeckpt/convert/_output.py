@@ -33,8 +33,8 @@ from ..errors import CheckpointExists, MismatchError
 
 WORKERS = 2
 """Threads that read and write; each has the memory of a tile before and after a cast."""
-TILE = 8 << 20
-WIDEST = 8
+TILE_NBYTES = 8 << 20
+WIDEST_ITEMSIZE = 8
 """Bytes that an element may have had before it was cast."""
 
 
@@ -44,7 +44,7 @@ class OutputFile(msgspec.Struct, frozen=True):
     name: str
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
-    """Offsets and known bytes."""
+    """The bytes that are known, with their offsets."""
 
 
 class OutputPart(msgspec.Struct, frozen=True):
@@ -53,11 +53,11 @@ class OutputPart(msgspec.Struct, frozen=True):
     file: int
     start: int
     path: str
-    """Of the leaf."""
+    """The path of the leaf."""
     lazy: LazyArray
     region: Region
     crcs: tuple[int, ...] = ()
-    """Offsets in the file at which its CRC-32 is written."""
+    """The offsets in the file at which its CRC-32 is written."""
 
     @property
     def itemsize(self) -> int:
@@ -115,7 +115,7 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     ):
         files = _NewFiles(output, destination, overwrite, cleanup)
         files.place = destination.parent / exchange.step(partial(_digest, output), files.create, str)
-        tile = max(4096, min(TILE, memory // (6 * WORKERS)))
+        tile = max(4096, min(TILE_NBYTES, memory // (6 * WORKERS)))
         exchange.step(partial(files.write, mine, tile, every_file=not comm.rank), files.publish, type(None))
     return sum(part.nbytes for part in mine)
 
@@ -216,13 +216,13 @@ class _NewFiles:
 
 def write_part(fd: int, part: OutputPart, tile: int) -> None:
     """Writes one part of a file, a tile after the other."""
-    at, crc = part.start, 0
-    for region in tiles(part.region, tile // max(part.itemsize, WIDEST)):
+    position, crc = part.start, 0
+    for region in tiles(part.region, tile // max(part.itemsize, WIDEST_ITEMSIZE)):
         data = np.ascontiguousarray(part.lazy.read(region)).reshape(-1).view(np.uint8).data
         if part.crcs:
             crc = zlib.crc32(data, crc)
-        _pwrite(fd, data, at)
-        at += len(data)
+        _pwrite(fd, data, position)
+        position += len(data)
     for place in part.crcs:
         _pwrite(fd, memoryview(crc.to_bytes(4, "little")), place)
 
@@ -235,13 +235,13 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """Returns the parts of each rank: the largest first, each to the rank with the fewest bytes."""
-    found: list[list[OutputPart]] = [[] for _ in range(world)]
+    shares: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))
-        found[rank].append(part)
+        shares[rank].append(part)
         loads[rank] += part.nbytes + 4096
-    return found
+    return shares
 
 
 def _remove(place: Path) -> None:

@@ -18,7 +18,7 @@ from ..errors import TreeError
 from ._format_fit import FittedContents
 from ._output import Output, OutputFile, OutputPart
 
-SHARE = 64 << 20
+SHARE_NBYTES = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
 Named = tuple[str, str, LazyArray]
 """Name, path, array."""
@@ -75,10 +75,10 @@ def _shard_name(number: int, count: int) -> str:
 
 def _cut(part: OutputPart) -> Iterable[OutputPart]:
     """Cuts a part into pieces that ranks can share."""
-    at = part.start
-    for region in tiles(part.region, max(1, SHARE // part.itemsize)):
-        yield msgspec.structs.replace(part, start=at, region=region)
-        at += region.size * part.itemsize
+    start = part.start
+    for region in tiles(part.region, max(1, SHARE_NBYTES // part.itemsize)):
+        yield msgspec.structs.replace(part, start=start, region=region)
+        start += region.size * part.itemsize
 
 
 def encode_safetensors_header(
@@ -92,12 +92,13 @@ def encode_safetensors_header(
     tags = {dtype: tag for tag, dtype in TAGS.items()}
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts: list[int] = []
-    at = 0
+    position = 0
     for name, spec in specs:
         nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        header[name] = {"dtype": tags[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, at + nbytes]}
-        starts.append(at)
-        at += nbytes
+        offsets = [position, position + nbytes]
+        header[name] = {"dtype": tags[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        starts.append(position)
+        position += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]

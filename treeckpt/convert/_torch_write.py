@@ -66,13 +66,13 @@ class TorchArchive(msgspec.Struct, frozen=True):
     literals: tuple[tuple[int, bytes], ...]
     parts: tuple[OutputPart, ...]
 
-    def moved(self, file: int, at: int) -> TorchArchive:
-        """Returns the same archive at byte `at` of file number `file`."""
-        literals = tuple((at + start, data) for start, data in self.literals)
+    def moved(self, file: int, offset: int) -> TorchArchive:
+        """Returns the same archive at byte `offset` of file number `file`."""
+        literals = tuple((offset + start, data) for start, data in self.literals)
         parts: list[OutputPart] = []
         for part in self.parts:
-            crcs = tuple(at + place for place in part.crcs)
-            parts.append(msgspec.structs.replace(part, file=file, start=at + part.start, crcs=crcs))
+            crcs = tuple(offset + place for place in part.crcs)
+            parts.append(msgspec.structs.replace(part, file=file, start=offset + part.start, crcs=crcs))
         return TorchArchive(self.nbytes, literals, tuple(parts))
 
 
@@ -177,7 +177,7 @@ def _as_in_memory(lazy: LazyArray) -> LazyArray:
     return LazyArray(msgspec.structs.replace(spec, shape=tuple(spec.shape[d] for d in order), order=None), read)
 
 
-ALIGN = 64
+ALIGN_NBYTES = 64
 """Bytes; as torch aligns data, so that it can be mapped."""
 _DATE = (0, 0x21)  # 1980-01-01
 
@@ -188,9 +188,9 @@ class ZipLayout(msgspec.Struct, frozen=True):
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
     starts: dict[str, int]
-    """Of each entry's contents."""
+    """The offset of each entry's contents."""
     crcs: dict[str, tuple[int, int]]
-    """Where each entry's checksum goes, twice."""
+    """The two offsets at which each entry's checksum is written."""
 
 
 def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
@@ -202,30 +202,30 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
     literals: list[tuple[int, bytes]] = []
     starts: dict[str, int] = {}
     heads: list[tuple[str, int, int, int]] = []
-    at = 0
+    position = 0
     for text, data in entries.items():
         name = text.encode()
         nbytes, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
-        gap = -(at + 30 + len(name) + 20 + 4) % ALIGN
+        gap = -(position + 30 + len(name) + 20 + 4) % ALIGN_NBYTES
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
         head = b"PK\3\4" + _common(name, crc, extra)[2:] + name + extra
-        literals.append((at, head))
-        heads.append((text, at, nbytes, crc))
-        at += len(head)
-        starts[text] = at
+        literals.append((position, head))
+        heads.append((text, position, nbytes, crc))
+        position += len(head)
+        starts[text] = position
         if not isinstance(data, int):
-            literals.append((at, data))
-        at += nbytes
-    directory = at
+            literals.append((position, data))
+        position += nbytes
+    directory = position
     crcs: dict[str, tuple[int, int]] = {}
     for text, head, nbytes, crc in heads:
         name, extra = text.encode(), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, head)
         record = b"PK\1\2" + _common(name, crc, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF) + name + extra
-        crcs[text] = head + 14, at + 16
-        literals.append((at, record))
-        at += len(record)
-    literals.append((at, _end(len(entries), directory, at)))
-    return ZipLayout(at + len(literals[-1][1]), tuple(literals), starts, crcs)
+        crcs[text] = head + 14, position + 16
+        literals.append((position, record))
+        position += len(record)
+    literals.append((position, _end(len(entries), directory, position)))
+    return ZipLayout(position + len(literals[-1][1]), tuple(literals), starts, crcs)
 
 
 def _common(name: bytes, crc: int, extra: bytes) -> bytes:
@@ -242,7 +242,7 @@ def _end(count: int, start: int, stop: int) -> bytes:
     return wide + locator + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, few, few, 0xFFFFFFFF, 0xFFFFFFFF, 0)
 
 
-CHUNK = 256 << 20
+CHUNK_NBYTES = 256 << 20
 """Bytes of a chunk, at most: what a reader, or a rank that writes, has to take at once."""
 
 
@@ -287,7 +287,7 @@ def _tensor_entry(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item
     chunks: list[Any] = []
     items: list[Item] = []
     itemsize = dtype_of(lazy.spec.dtype).itemsize
-    for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK // itemsize)):
+    for number, box in enumerate(tiles(Region.whole(lazy.spec.shape), CHUNK_NBYTES // itemsize)):
         chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
         piece = _slice_of(lazy, box)
         index = dcp.MetadataIndex(name, box.offset, number)
@@ -314,17 +314,17 @@ def _packed(entries: dict[str, Any], paths: Any, items: Sequence[Item], limit: i
     parts: list[OutputPart] = []
     places: dict[Any, Any] = {}
     literals: list[tuple[int, bytes]] = []
-    at = 0
+    position = 0
     for index, archive in items:
-        if at and at + archive.nbytes > limit:
-            files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
-            literals, at = [], 0
-        placed = archive.moved(len(files), at)
+        if position and position + archive.nbytes > limit:
+            files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
+            literals, position = [], 0
+        placed = archive.moved(len(files), position)
         literals += placed.literals
         parts += placed.parts
-        places[index] = filesystem._StorageInfo(_file_name(len(files)), at, archive.nbytes)
-        at += archive.nbytes
-    files.append(OutputFile(_file_name(len(files)), at, tuple(literals)))
+        places[index] = filesystem._StorageInfo(_file_name(len(files)), position, archive.nbytes)
+        position += archive.nbytes
+    files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
     metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     data = pickle.dumps(metadata, protocol=4)

@@ -28,7 +28,7 @@ from ..rules._rules import Rule, check_scaled
 from ..rules._view import empty_containers, rebuild_structure
 from ._contents import Contents, Finding, map_leaves, subtree, tree_of
 
-WASTE = 2
+MAX_WASTE = 2
 """Elements that are read for one that is needed, at most, where parts of one array are read together."""
 
 
@@ -54,16 +54,16 @@ def transform(contents: Contents, rules: Sequence[Rule]) -> Contents:
     names = [(path, item.of) for path, item in transformed.items.items()]
     structure = rebuild_structure(contents.structure, names, source_rank=0, rank=0)
     made: dict[ComposedArray, LazyArray] = {}
-    found: list[tuple[str, Any]] = []
+    changed: list[tuple[str, Any]] = []
     for path, _ in paths_of(structure):
         item = transformed.items[path]
         if item.array is None or (item.of and item.array == items[item.of].array):
-            found.append((path, leaves[item.of]))
+            changed.append((path, leaves[item.of]))
             continue
         if item.array not in made:
             made[item.array] = _composed(item.array, leaves)
-        found.append((path, made[item.array]))
-    return msgspec.structs.replace(contents, structure=structure, leaves=tuple(found))
+        changed.append((path, made[item.array]))
+    return msgspec.structs.replace(contents, structure=structure, leaves=tuple(changed))
 
 
 def _check_no_target(transformed: TransformedLeaves) -> None:
@@ -104,7 +104,7 @@ def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
     start = tuple(map(min, zip(*(part.box.offset for part in parts), strict=True)))
     stop = tuple(map(max, zip(*(part.box.stop for part in parts), strict=True)))
     around = Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-    if around.size <= WASTE * sum(part.region.size for part in parts):
+    if around.size <= MAX_WASTE * sum(part.region.size for part in parts):
         return [(around, list(parts))]
     return [(part.box, [part]) for part in parts]
 
@@ -191,8 +191,8 @@ def with_state_dicts(contents: Contents, *, numbered: bool) -> Contents:
         return contents
     made = _state_dicts(groups, state, _positions(contents), numbered=numbered)
     if made is None:
-        found = Finding("param_groups", "groups as torch's optimizers have them", "others", "what they are")
-        return msgspec.structs.replace(contents, findings=(*contents.findings, found))
+        finding = Finding("param_groups", "groups as torch's optimizers have them", "others", "what they are")
+        return msgspec.structs.replace(contents, findings=(*contents.findings, finding))
     structure, leaves = flatten(made)
     keys = tuple(key for key in root.keys if key != "param_groups")
     children = dict(zip(root.keys, root.children, strict=True)) | {"optimizer": structure}
@@ -212,14 +212,14 @@ def with_state_dicts(contents: Contents, *, numbered: bool) -> Contents:
 
 def _positions(contents: Contents) -> dict[str, int]:
     """Returns the place of each parameter in the model's state dict, that of the first one that it is tied to."""
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     firsts: dict[Any, int] = {}
     for position, (path, leaf) in enumerate(contents.leaves):
         if path.startswith("model/"):
             storage = leaf.storage if isinstance(leaf, LazyArray) else None
             key = path if storage is None else (storage.address, leaf.spec.shape)
-            found[path.removeprefix("model/")] = firsts.setdefault(key, position)
-    return found
+            positions[path.removeprefix("model/")] = firsts.setdefault(key, position)
+    return positions
 
 
 def _state_dicts(
@@ -228,15 +228,15 @@ def _state_dicts(
     """Returns the state dict of an optimizer, or of several by name; None for groups of another form."""
     if {"members", "values"} <= groups.keys():
         return None if _OWN_FORM in groups else _state_dict(groups, state, positions, numbered=numbered)
-    found: dict[Any, Any] = {}
+    by_name: dict[Any, Any] = {}
     for name, inner in groups.items():
         made = None
         if isinstance(inner, dict):
             made = _state_dicts(inner, state.get(name, {}), positions, numbered=numbered)
         if made is None:
             return None
-        found[name] = made
-    return found
+        by_name[name] = made
+    return by_name
 
 
 def _state_dict(
@@ -251,11 +251,11 @@ def _state_dict(
     for label, values in groups["values"].items():
         names = sorted(groups["members"][label], key=lambda name: places.get(name, len(places)))
         steps = [tuple(step.removeprefix("~s") for step in parse_path(name)) for name in names]
-        ids = list(range(count, count + len(names))) if numbered else [".".join(one) for one in steps]
+        ids = list(range(count, count + len(names))) if numbered else [".".join(steps_of) for steps_of in steps]
         count += len(names)
-        for key, one in zip(ids, steps, strict=True):
+        for key, steps_of in zip(ids, steps, strict=True):
             node: Any = state
-            for step in one:
+            for step in steps_of:
                 node = node.get(step, {})
             if node:
                 own[key] = node

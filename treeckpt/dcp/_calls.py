@@ -117,7 +117,7 @@ def exception_of(what: str, error: Exception, rank: int) -> CheckpointException:
         error.add_hint('With on_conflict="rank0" what the first rank has is saved, with a warning')
     failures: dict[int, Any] = {rank: _with_frames(error)}
     if isinstance(error, RankError):
-        failures = {at: (RuntimeError(cause), StackSummary()) for at, cause in error.ranks.items()}
+        failures = {failed: (RuntimeError(cause), StackSummary()) for failed, cause in error.ranks.items()}
         failures[rank if rank in failures else min(failures, default=rank)] = _with_frames(error)
     return CheckpointException(what, failures)
 
@@ -375,8 +375,8 @@ def _settled(state: _StateDictToSave, comm: Comm, url: str) -> dict[Any, Any]:
 
     first: dict[str, tuple[int, bytes]] = {}
     differing: dict[str, int] = {}
-    for rank, found in enumerate(all_gather(comm, f"{url} conflicts", work, dict[str, bytes])):
-        for path, digest in found.items():
+    for rank, digests in enumerate(all_gather(comm, f"{url} conflicts", work, dict[str, bytes])):
+        for path, digest in digests.items():
             if first.setdefault(path, (rank, digest))[1] != digest:
                 differing[path] = first[path][0]
     if differing and comm.rank == 0:

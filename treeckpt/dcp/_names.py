@@ -32,7 +32,6 @@ from .._io.storage.checkpoint import Checkpoint
 from .._loading.load import load_tree
 from .._loading.match import LoadOptions
 from .._loading.options import ReadOptions
-from .._loading.overlay import CheckpointOverlay
 from .._loading.run_load import fill_tree
 from ..errors import MismatchError
 
@@ -64,7 +63,7 @@ def entries_of(index: Index) -> dict[str, Entry]:
     Raises:
         MismatchError: the tree is no state dict, or two entries have one name.
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     leaves = index.entries
 
     def walk(node: Structure, first: int, path: DcpPath, keys: tuple[Any, ...]) -> None:
@@ -79,7 +78,7 @@ def entries_of(index: Index) -> dict[str, Entry]:
         name = ".".join(map(str, path))
         own = leaves[first : first + leaf_count(node)]
         entry = Entry(path, keys, own, node is None and _is_tensor(own[0]), isinstance(node, TensorNode))
-        if found.setdefault(name, entry) is not entry:
+        if entries.setdefault(name, entry) is not entry:
             raise MismatchError(
                 name,
                 expected="one entry of each name",
@@ -100,7 +99,7 @@ def entries_of(index: Index) -> dict[str, Entry]:
     if not isinstance(index.structure, _MAPPINGS):
         raise MismatchError("", expected="a state dict", found="a checkpoint of another tree", hint="Use treeckpt.load")
     walk(index.structure, 0, (), ())
-    return found
+    return entries
 
 
 def _is_tensor(leaf: Leaf) -> bool:
@@ -113,7 +112,7 @@ class Place(msgspec.Struct, frozen=True):
     container: Any
     key: Any
     path: str
-    """Of treeckpt."""
+    """The path that treeckpt has for it."""
 
     @property
     def content(self) -> Any:
@@ -127,7 +126,7 @@ def places_in(state_dict: Any) -> dict[str, Place]:
     Raises:
         MismatchError: two have one name.
     """
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
 
     def walk(node: Any, name: str, path: str) -> None:
         for key, child in node.items() if isinstance(node, Mapping) else enumerate(node):
@@ -135,18 +134,18 @@ def places_in(state_dict: Any) -> dict[str, Place]:
             text = f"{path}/{key_text(key)}" if path else key_text(key)
             if _enters(child):
                 walk(child, below, text)
-            elif below not in found:
-                found[below] = Place(node, key, text)
+            elif below not in places:
+                places[below] = Place(node, key, text)
             else:
                 raise MismatchError(
                     below,
                     expected="one entry of each name",
-                    found=f"two, at {found[below].path} and {text}",
+                    found=f"two, at {places[below].path} and {text}",
                     hint="Dots join the keys of nested dicts here: rename one, or use treeckpt.save and load",
                 )
 
     walk(state_dict, "", "")
-    return found
+    return places
 
 
 def _enters(value: Any) -> bool:
@@ -202,4 +201,4 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
         node[entry.keys[-1]] = target
     if tree:
         options = LoadOptions(strict="missing", cast=True, read=ReadOptions(copy=True))
-        fill_tree(CheckpointOverlay(checkpoint), tree, comm, options)
+        fill_tree(checkpoint, tree, comm, options)

@@ -239,14 +239,14 @@ def _listed_by_all(plan: SavePlan, comm: Comm, url: str) -> dict[ListedEntry, in
     """
 
     def own() -> list[ListedEntry]:
-        found: dict[DcpPath, ListedEntry] = {}
+        own_entries: dict[DcpPath, ListedEntry] = {}
         for item in plan.items:
             path = _path_of(plan, item.index.fqn)
             if any(type(key) is int for key in path):
                 data = item.tensor_data if item.type == WriteItemType.SHARD else None
                 size, dtype = (tuple(data.size), data.properties.dtype) if data is not None else (None, "")
-                found.setdefault(path, ListedEntry(path, size, str(dtype).removeprefix("torch.")))
-        return list(found.values())
+                own_entries.setdefault(path, ListedEntry(path, size, str(dtype).removeprefix("torch.")))
+        return list(own_entries.values())
 
     listed: dict[DcpPath, tuple[ListedEntry, int]] = {}
     for rank, entries in enumerate(all_gather(comm, f"{url} lists", own, list[ListedEntry])):
@@ -273,8 +273,8 @@ class PlannedTree:
                 entries.setdefault(path)  # in the order of the state dict
                 tensor: Any = self._planner.resolve_data(item)
                 pieces.setdefault(item.index.fqn, []).append((tensor.detach(), item))
-        for name, found in pieces.items():
-            entries[_path_of(self._plan, name)] = _joined_pieces(found)
+        for name, own in pieces.items():
+            entries[_path_of(self._plan, name)] = _joined_pieces(own)
         for entry, first in self._listed.items():
             if entry.path not in entries:
                 entries[entry.path] = (
@@ -325,11 +325,11 @@ def _joined_pieces(pieces: list[tuple[torch.Tensor, WriteItem]]) -> Any:
 def metadata_of(index: Index, path: Any, load_id: str | None = None) -> dcp.Metadata:
     """Returns the metadata: one chunk for each tensor, as treeckpt itself finds the parts that a reader wants."""
     entries = entries_of(index)
-    found = {
+    described = {
         name: _of_tensor(entry) if entry.is_tensor else dcp.BytesStorageMetadata() for name, entry in entries.items()
     }
     planned = {name: entry.path for name, entry in entries.items()}
-    return dcp.Metadata(found, planned, {}, dcp.StorageMeta(path, index.save_id, load_id))
+    return dcp.Metadata(described, planned, {}, dcp.StorageMeta(path, index.save_id, load_id))
 
 
 def _of_tensor(entry: Entry) -> dcp.TensorStorageMetadata:
@@ -416,7 +416,7 @@ class DcpReader(_PathStorage, StorageReader):
             self._dcp = FILE_SYSTEM_READER(self.path, *self._options, **self._named)
             return self._dcp.read_metadata(*args, **kwargs)
 
-        return on_one_version(self.path, lambda found: metadata_of(found.index, self.path, self.load_id))
+        return on_one_version(self.path, lambda checkpoint: metadata_of(checkpoint.index, self.path, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Passes the metadata on to DCP's reader, where that reads."""
@@ -457,11 +457,11 @@ class DcpReader(_PathStorage, StorageReader):
         loaded = load_values(checkpoint, wanted, comm, allow_pickle=self.allow_pickle)
         fill_tensors(
             checkpoint,
-            [(entries[name], _joined_targets(entries[name], found)) for name, found in tensors.items()],
+            [(entries[name], _joined_targets(entries[name], targets)) for name, targets in tensors.items()],
             comm,
         )
-        for found in tensors.values():
-            for item, tensor in found:
+        for targets in tensors.values():
+            for item, tensor in targets:
                 planner.commit_tensor(item, tensor)
         for name, value in loaded.items():
             _give_value(planner, values[name], value)

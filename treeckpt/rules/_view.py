@@ -132,13 +132,6 @@ class View(msgspec.Struct, frozen=True, dict=True):
         """Leaf numbers of filled arrays, which were not saved."""
         return {}
 
-    def unscaled(self, leaf: Leaf) -> list[tuple[str, str]]:
-        """Returns (saved path, dtype) of the arrays that a leaf takes as they are, neither scaled nor cast by rules."""
-        if not isinstance(leaf, ComposedLeaf):
-            return [(self.index.entries[leaf.number].path, leaf.spec.dtype)] if leaf.spec is not None else []
-        parts = (part for part in leaf.array.parts if isinstance(part, SourceBox))
-        return [(part.source, part.dtypes[0]) for part in parts if part.scales is None and len(part.dtypes) == 1]
-
     def chain(self, path: str) -> str:
         """Returns the rules that led to a leaf, for errors; empty where no rule changed it."""
         item = self.transformed.items.get(path)
@@ -151,6 +144,14 @@ class View(msgspec.Struct, frozen=True, dict=True):
         return tuple(
             (of, path) for of, path, found in leaves if path != of and found and not isinstance(found[0], ComposedLeaf)
         )
+
+
+def unscaled_sources(index: Index, leaf: Leaf) -> list[tuple[str, str]]:
+    """Returns (saved path, dtype) of the arrays that a leaf takes as they are, neither scaled nor cast by rules."""
+    if not isinstance(leaf, ComposedLeaf):
+        return [(index.entries[leaf.number].path, leaf.spec.dtype)] if leaf.spec is not None else []
+    parts = (part for part in leaf.array.parts if isinstance(part, SourceBox))
+    return [(part.source, part.dtypes[0]) for part in parts if part.scales is None and len(part.dtypes) == 1]
 
 
 def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int, strict: bool = True) -> View:

@@ -85,19 +85,19 @@ class ModuleLoad:
         self.prefix, self.name, self.module, self.root, self.saved = prefix, name, module, root, saved
         self.path = "/".join(("model", *prefix, *([name] if name else [])))
         self.live = live_state_dict(module, self.path)
-        """Its own state dict; after `plan_load` its names alone."""
+        """The state dict of the module; after `plan_load` only its names."""
         self.names = CleanNames(module, ())
         self.state: OrderedDict[str, Any] = OrderedDict()
-        """By the names of its own state dict: new tensors, which are filled before, and values."""
+        """What the module is passed, by the names of its own state dict: new tensors, filled before, and values."""
         self.target: dict[Key, Any] = {}
         """The new tensors by the keys at which they were saved."""
         self.asked: set[str] = set()
         self.values_here: dict[str, Any] = {}
-        """By these names: what the module gives now in the places of saved values."""
+        """What the module gives now in the places of saved values, by the names of its own state dict."""
         self.plans: dict[str, StatePlan] = {}
-        """By these names: values, with the live objects that take the states in them."""
+        """The saved values, with the live objects that take the states in them, by the names of its own state dict."""
         self.values: list[tuple[str, Key]] = []
-        """(name in its own state dict, key) of what is no tensor itself."""
+        """The (name in the own state dict, key) of everything that is no tensor itself."""
         self.casts: dict[str, str] = {}
         """The saved dtype of each tensor that has another one here, by clean name."""
         modules = {raw.rpartition(".")[0]: None for raw in self.live} | dict.fromkeys(self.live_metadata)

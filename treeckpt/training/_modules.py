@@ -56,7 +56,7 @@ class StateDictEntry(msgspec.Struct, dict=True):
     module: nn.Module
     """The module that it is registered in."""
     name: str
-    """Its name in that module."""
+    """The name of the entry in that module."""
     owned: bool | None = True
     """Whether this rank saves it, where ranks may differ; None where nothing tells which ranks hold the module."""
     live: bool = True
@@ -66,12 +66,12 @@ class StateDictEntry(msgspec.Struct, dict=True):
 
     @cached_property
     def full_name(self) -> str:
-        """Its name among all models, as the trees of the optimizers have it."""
+        """The name among all models, as the trees of the optimizers have it."""
         return key_path(self.key)
 
     @cached_property
     def path(self) -> str:
-        """Its path in a training state."""
+        """The path in a training state."""
         return f"model/{self.full_name}"
 
     @property
@@ -129,13 +129,13 @@ class ModelEntries(msgspec.Struct, frozen=True):
     """What a model has to save and to fill; parameters and buffers are the live objects."""
 
     entries: list[StateDictEntry]
-    """Of its state dict."""
+    """The entries of its state dict."""
     hidden: list[StateDictEntry]
     """The parameters that a hook of `state_dict` left out, under their own names."""
     ties: dict[int, tuple[Key, ...]]
     """The names of each parameter, by identity."""
     shards: dict[int, tuple[Any, Any]]
-    """(global shape, offset) of parameters that are shards of a ShardedTensor, by identity."""
+    """The (global shape, offset) of each parameter that is a shard of a ShardedTensor, by identity."""
     metadata: dict[Key, OrderedDict[str, Any]]
     """What `_metadata` of its state dict has, by the clean names of modules; by the key of each of several models."""
 
@@ -322,7 +322,7 @@ class CleanNames:
         self._wrapper_steps: dict[str, list[str]] = {}
         self._modules: dict[str, nn.Module] = {}
         self.chains: dict[str, list[nn.Module]] = {}
-        """By the name of each module itself, after its wrappers, from the outside in."""
+        """The wrappers of each module and the module itself, from the outside in, by its clean name."""
         self._walk(root, "")
 
     def _walk(self, module: nn.Module, name: str) -> None:

@@ -47,11 +47,12 @@ from ._groups import (
     torch_options,
 )
 from ._modules import Key, get_in, key_path, parse_key
-from ._moments import MomentPlacement, build_state, check_own, expected_moments, foreign_moments, without_own
+from ._moments import MomentPlacement, build_state, expected_moments, foreign_moments
 from ._optimizers import (
     BY_GROUP,
     STATE_DICT_KEY,
     NamedOptimizer,
+    check_own,
     groups_of,
     is_lbfgs,
     join,
@@ -62,6 +63,7 @@ from ._optimizers import (
     shared_of,
     split,
     standard_form,
+    without_own,
 )
 from ._sources import RestoreSource, children_of, descend, leaves_below, nodes_by_name
 
@@ -79,11 +81,11 @@ class Differences(msgspec.Struct):
     unexpected: list[str] = []
     ignored: list[str] = []
     frozen: list[str] = []
-    """Those of `ignored` that are moments of parameters that are frozen here."""
+    """The paths among `ignored` that are moments of parameters that are frozen here."""
     cleared: list[str] = []
     """State here that the checkpoint has none of, and that is gone afterwards."""
     reasons: dict[str, str] = {}
-    """By path: why only one side has it, and what to do, where that is known."""
+    """Why only one side has a path, and what to do, where that is known."""
 
 
 class _SavedState(msgspec.Struct, frozen=True):
@@ -110,7 +112,7 @@ class OptimizerPlan(msgspec.Struct):
     dropped: list[frozenset[str]] = []
     """The entries that steps have added to each live group, of which the checkpoint is from before."""
     saved: dict[Key, _SavedState] = {}
-    """By live parameter."""
+    """The saved state that each live parameter takes."""
     cleared: dict[tuple[Key, str], str] = {}
     """The paths of state here that is to be none afterwards, by parameter and place in the state dict."""
     kept: dict[Key, dict[Any, Any]] = {}
@@ -209,18 +211,18 @@ class _Matcher:
         self.shared, self.forms = saved_groups.get("shared", {}), saved_groups.get(STATE_DICT_KEY, {})
         self.empty = match_empty_groups(groups, self.members)
         self.position = 0
-        """Of the next live group among those of all parts."""
+        """The position of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
         found = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
         self.saved_keys = {name: node for name, node in found.items() if node is not None}
         self.names: dict[Key, list[str]] = {}
-        """Those found so far of the live parameters."""
+        """The saved names that were found so far of live parameters."""
         self.used: set[str] = set()
         """Saved leaves that are wanted, or known to be of no use."""
         self.stays: tuple[str, ...] = ()
-        """For the present optimizer: how the places in its state dict begin that stay as they are."""
+        """How the places in the state dict of the present optimizer begin that stay as they are."""
         self.expected: dict[object, frozenset[Any] | None] = {}
-        """For the present optimizer: the moments of parameters of one group, number of dimensions and dtype."""
+        """The moments that the present optimizer makes for parameters of one group, number of dimensions and dtype."""
 
     def plan(self, live: NamedOptimizer, keep: tuple[str, ...]) -> OptimizerPlan:
         """Returns the plan of one optimizer."""
@@ -390,7 +392,7 @@ class _Matcher:
         place = MomentPlacement(
             counts_on_device=settings is not None and bool(settings.get("capturable") or settings.get("fused")),
             whole_shape=live.shards.get(id(parameter), ((), ()))[0],
-            own=check_own(self.source, (path, weight), structure, live.part(key)),
+            own=check_own(live, key, self.source, (path, weight), structure),
         )
         if (spec := self.source.leaves.get(weight)) is not None:
             place = msgspec.structs.replace(

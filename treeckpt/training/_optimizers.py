@@ -11,28 +11,42 @@ torch numbers parameters by their place in the groups. Optimizers that have a `s
 nest the state dicts of optimizers that they wrap, and key tensors by number, by (group, place), by the parameter itself
 or by list position. `split` takes out what belongs to parameters; what is left is the *form*: the same dict with a mark
 in the place of each such part. `join` makes the dict again for parameters in another order.
+
+Some moments each rank has of its own: plain arrays in the state of a parameter that is spread over ranks. Codes and
+block scales of 8-bit optimizers and sums of rows are made of a rank's part of its parameter: they are saved under
+`PerRank`, and restored where each rank holds the same part as then. No other rank's fit, and only the optimizer could
+make those of another layout. A number, and an array of the shape of the whole parameter, are the same on all ranks.
+What is so of one parameter is so of all that the optimizer has, by the name of the moment: the part of a small
+parameter may look like either.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._arrays.dtensor import is_dtensor
 from .._arrays.sharded import Sharded
 from .._arrays.stateful import is_optimizer
-from .._core.tree.flatten import flatten
-from ..errors import TreeError
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten, replace_leaves
+from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import PerRankNode, Structure, TensorNode, key_text
+from .._core.tree.tensor_parts import tensors_as_leaves
+from ..errors import MismatchError, TreeError
+from ..rules._view import OWN
 from ._groups import ParamGroup, is_same, labels_of, torch_options, tree_of_groups
 from ._modules import Key, ModelEntries, key_path, named_objects, put_in
-from ._moments import ParameterPart, is_spread, own_moments, with_own
+from ._sources import RestoreSource, children_of, leaves_below
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -53,13 +67,13 @@ class NamedOptimizer(msgspec.Struct, dict=True):
     shared: dict[Any, Any]
     """State that belongs to no parameter."""
     shards: Mapping[int, tuple[Any, Any]]
-    """(global shape, offset) of parameters that are shards of an array, by identity."""
+    """The (global shape, offset) of each parameter that is a shard of an array, by identity."""
     form: Any = None
     """The rest of the state dict, for an optimizer whose `state_dict` is used; None for those of torch."""
 
     @property
     def parameters(self) -> Mapping[Key, Tensor]:
-        """Those whose state is here, in the order of the groups."""
+        """The parameters whose state is here, in the order of the groups."""
         return self.numbering.parameters
 
     @cached_property
@@ -73,19 +87,16 @@ class NamedOptimizer(msgspec.Struct, dict=True):
 
     @cached_property
     def own_moments(self) -> frozenset[str]:
-        """The names of the moments that each rank has of its own, see `training.moments`."""
-        return own_moments(self.parameters, self.own, self.shards)
-
-    def part(self, key: Key) -> ParameterPart:
-        """Returns a parameter as this rank holds it, with its state."""
-        parameter, innermost = self.parameters[key], type(self.innermost)
-        return ParameterPart(
-            parameter,
-            self.shards.get(id(parameter)),
-            self.own[key],
-            self.own_moments,
-            f"{innermost.__module__}.".startswith("torch.optim."),
-        )
+        """The names of the moments that each rank has of its own: paths in the state of a parameter."""
+        found = set[str]()
+        for key, parameter in self.parameters.items():
+            shard = self.shards.get(id(parameter))
+            if is_spread(parameter, shard):
+                # of a shard, what has its shape is a part of an array too
+                same = {tuple(parameter.shape), tuple(shard[0])} if shard is not None else {tuple(parameter.shape)}
+                arrays = _plain_arrays(self.own[key])
+                found |= {name for name, one in arrays if math.prod(one.shape) != 1 and tuple(one.shape) not in same}
+        return frozenset(found)
 
     def spread(self, key: Key, own: Mapping[Any, Any], own_moments: frozenset[str]) -> dict[Any, Any]:
         """The state of a parameter, where what has its shape is a part of an array if the parameter is.
@@ -328,6 +339,130 @@ def _beside(parts: Sequence[NamedOptimizer]) -> dict[str, Any]:
     return {STATE_DICT_KEY: {live.label: forms.get(live.label, standard_form(live.shared)) for live in parts}}
 
 
+# moments of which each rank has its own -------------------------------------------------------------------------------
+
+
+State = Mapping[Any, Any]
+"""The state of one parameter, by moment."""
+Shard = tuple[tuple[int, ...], Any]
+"""(global shape, offset) of a parameter that is a shard of an array."""
+
+
+def is_spread(parameter: Any, shard: Shard | None) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    if not is_dtensor(parameter):
+        return shard is not None and tuple(parameter.shape) != tuple(shard[0])
+    mesh = parameter.device_mesh
+    return any(not one.is_replicate() and mesh.size(dim) > 1 for dim, one in enumerate(parameter.placements))
+
+
+def _plain_arrays(state: State) -> Iterator[tuple[str, Any]]:
+    """Yields (name, array) for the plain tensors and arrays of numpy in the state of a parameter."""
+    for key, value in state.items():
+        if isinstance(value, (Tensor, np.ndarray)):
+            leaves = [("", value)]
+        elif isinstance(value, (int, float, str, type(None), Sharded)):
+            continue
+        else:
+            leaves = flatten(value)[1]
+        for below, leaf in leaves:
+            if isinstance(leaf, (Tensor, np.ndarray)) and not is_dtensor(leaf):
+                yield f"{key_text(key)}/{below}" if below else key_text(key), leaf
+
+
+def with_own(state: State, names: frozenset[str]) -> dict[Any, Any]:
+    """Returns the state of a parameter with what each rank has of its own under `PerRank`."""
+    own = {name for name, _ in _plain_arrays(state)} & names
+    if not own:
+        return dict(state)
+    marked: Any = replace_leaves(
+        dict(state), iter([PerRank(leaf) if path in own else leaf for path, leaf in flatten(dict(state))[1]])
+    )
+    return marked
+
+
+def without_own(structure: Structure) -> Structure:
+    """Returns the structure of a saved state as if nothing in it were under `PerRank`, but for parts of a tensor."""
+    if isinstance(structure, PerRankNode):
+        return structure.children[0]
+    if structure is None or isinstance(structure, TensorNode):
+        return structure
+    return msgspec.structs.replace(structure, children=tuple(map(without_own, structure.children)))
+
+
+def saved_own(structure: Structure) -> frozenset[str]:
+    """Returns the names of what each rank had of its own in the saved state of a parameter."""
+
+    def names(node: Structure, path: str) -> Iterator[str]:
+        if isinstance(node, PerRankNode):
+            yield path
+        elif not isinstance(node, TensorNode):
+            for key, child in children_of(node).items():
+                yield from names(child, f"{path}/{key_text(key)}" if path else key_text(key))
+
+    return frozenset(names(structure, ""))
+
+
+def check_own(
+    live: NamedOptimizer, key: Key, source: RestoreSource, paths: tuple[str, str], structure: Structure
+) -> frozenset[str]:
+    """Compares the saved state of a parameter with the part of it that this rank holds.
+
+    Args:
+        paths: of the saved state, and of the saved parameter.
+
+    Returns:
+        The names of the moments that each rank had of its own.
+
+    Raises:
+        MismatchError: a moment is of other parts of the parameter than the ranks hold here.
+    """
+    path, weight = paths
+    parameter, shard = live.parameters[key], live.shards.get(id(live.parameters[key]))
+    spread, own = is_spread(parameter, shard), saved_own(structure)
+    if own:
+        wanted = parameter if shard is None else Sharded(parameter, *shard)
+        if not (spread and source.is_same_part(weight, wanted)):
+            raise _of_other_parts(f"{path}/{min(own)}", "each rank's own, of the part that it held when it was saved")
+    for at in leaves_below(path, tensors_as_leaves(structure)[0]) if spread else ():
+        spec, name = source.leaves.get(at), at.removeprefix(f"{path}/")
+        if spec is None or OWN in at:
+            continue
+        if not _takes(live, key, name, spec, spread=source.is_spread(at)):
+            raise _of_other_parts(at, f"one for all ranks, of shape {spec.shape}")
+    return own
+
+
+def _takes(live: NamedOptimizer, key: Key, name: str, spec: ArraySpec, *, spread: bool) -> bool:
+    """Whether a saved moment that is not each rank's own is not a rank's own here either, as far as that is known.
+
+    A fresh optimizer gets a moment as torch's, whose moments of a DTensor are DTensors, lay it out where each dimension
+    is one of the parameter, or 1.
+
+    Args:
+        spread: whether it was a distributed array.
+    """
+    parameter: Any = live.parameters[key]
+    shape = tuple(live.shards[id(parameter)][0] if id(parameter) in live.shards else parameter.shape)
+    if math.prod(spec.shape) == 1 or spec.shape == shape:
+        return True
+    if name in live.own_moments:
+        return False
+    like_it = len(spec.shape) == len(shape) and all(n in (1, m) for n, m in zip(spec.shape, shape, strict=True))
+    of_torch = f"{type(live.innermost).__module__}.".startswith("torch.optim.")
+    return like_it or spread or of_torch or name.partition("/")[0] in map(key_text, live.own[key])
+
+
+def _of_other_parts(path: str, found: str) -> MismatchError:
+    return MismatchError(
+        path,
+        expected="a moment of the part of the parameter that this rank holds here",
+        found=found,
+        hint="Only the optimizer could make it of another layout. Restore it with as many ranks and the layout with "
+        "which it was saved; or pass optimizer=None, and the optimizer begins anew",
+    )
+
+
 # state dicts ----------------------------------------------------------------------------------------------------------
 
 STATE_DICT_KEY = "state_dict"
@@ -368,7 +503,7 @@ class SplitState(msgspec.Struct):
 
     form: Any
     own: dict[Key, dict[Any, Any]]
-    """By parameter."""
+    """What the state dict has for each parameter."""
     values: list[dict[str, Any]] | None
     """Hyper-parameters by group, where the state dict has them at its root."""
 

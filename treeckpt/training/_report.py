@@ -145,7 +145,7 @@ class Sides(msgspec.Struct, frozen=True):
     alike: bool
     """Whether any leaf of the model is in both, or is left as it is."""
     left_out: Set[str]
-    """Names of the model that were left out on purpose."""
+    """The names of the model that were left out on purpose."""
     extra: Collection[str]
     """The names that were saved in `extra`."""
     given: Any
@@ -153,11 +153,11 @@ class Sides(msgspec.Struct, frozen=True):
     here: Mapping[str, tuple[int, ...] | None]
     """The shapes of the model's leaves, by path."""
     saved: Mapping[str, ArraySpec | None]
-    """Those of the checkpoint."""
+    """The specs of the leaves of the checkpoint, by path; None for values."""
     tied: Mapping[str, tuple[str, str]]
-    """By path of missing state: the name of its parameter, and of one which it was tied to when this was saved."""
+    """The name of the parameter of a missing state, and of one which it was tied to when this was saved, by path."""
     reasons: Mapping[str, str]
-    """By path in the optimizers' state: why one side alone has it, and what to do, where that is known."""
+    """Why one side alone has a path in the optimizers' state, and what to do, where that is known."""
     lengths: Mapping[str, tuple[int, int]] = {}
     """Sequences in `extra` of other lengths: (items here, items saved)."""
 

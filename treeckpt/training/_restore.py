@@ -2,9 +2,10 @@
 
 First everything is compared and every small part is loaded, without any change: names, shapes, param groups, scheduler
 state, per-rank state. Then modules with load code of their own take what was saved of them, and so do modules with an
-extra state, which have their own tensors by then; where one fails, what they changed is put back (`module_loads`). Then
-meta tensors get memory, arrays are filled in place, and the optimizers, loader, schedulers, hooks after
-`load_state_dict` and random number generators follow. Ranks exchange no messages.
+extra state, which have their own tensors by then; where one fails, what they changed is put back. Then meta tensors
+get memory, and one load fills all arrays in place, those of the generators' states and of registered objects too. The
+optimizers, loader, schedulers, hooks after `load_state_dict` and random number generators follow. Ranks exchange no
+messages.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.execute_shared import open_relay, together
+from .._loading.execute_shared import open_relay
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
-from .._loading.overlay import Bank, CheckpointOverlay
+from .._loading.overlay import Bank
+from .._loading.read_batch import together
 from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
+from ..rules._view import OWN
 from ._capture import LEFT_OUT, optimizer_of
 from ._foreign_states import as_training_state
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
@@ -77,7 +80,6 @@ from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
-    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
@@ -110,7 +112,7 @@ class RestoreTargets(msgspec.Struct, frozen=True):
     scheduler: Any
     loader: Any
     rng: bool | None
-    """None restores them where they were saved."""
+    """Whether generators are restored; None restores them where they were saved."""
     extra: Any
     """A tree to fill; None if the saved one comes back in the report, False if it is left alone."""
     keep: tuple[str, ...]
@@ -215,7 +217,7 @@ def _restore(
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
-    opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
+    opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
@@ -256,9 +258,9 @@ class _Restore:
         self.unexpected: list[str] = []
         self.ignored: list[str] = []
         self.left: set[str] = set()
-        """Names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
+        """The names of parameters and buffers that stay as they are, by `select`, `exclude` or a rule."""
         self.own_buffers: set[str] = set()
-        """Names of buffers of which every rank has saved its own."""
+        """The names of buffers of which every rank has saved its own."""
         self.wanted: list[StateDictEntry] = []
         """Entries of the model that are filled in place."""
         self.loads: list[ModuleLoad] = []
@@ -273,20 +275,20 @@ class _Restore:
         self.loader: Any = None
         self.extra: Any = None
         self.trees: dict[tuple[Any, ...], TreeToFill] = {}
-        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
+        """A given `extra`, and the objects of a manager, by the keys that lead to each in the checkpoint."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
-        """Of the loads of extra states and values of modules, and of an `extra` that comes back in the report."""
+        """The reports of the loads of extra states and values of modules, and of an `extra` that comes back."""
         self.filled_before: list[LoadReport] = []
-        """Of the load of what modules with load code of their own are passed."""
+        """The report of the load of what modules with load code of their own are passed, if there are any."""
         self.rng_state: Any = None
         self.schedules: list[Schedule] = []
         self.replaced: list[str] = []
         self.cleared: list[str] = []
         """State of the optimizers here that the checkpoint has none of."""
         self.reasons: dict[str, str] = {}
-        """By path: why only one side has it, where that is known."""
+        """Why only one side has a path, where that is known."""
 
     # compare, and load the small parts --------------------------------------------------------------------------------
 

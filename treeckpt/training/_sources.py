@@ -42,7 +42,7 @@ from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
 from .._loading.options import Fallback, Policy, ReadOptions, read_alone
-from .._loading.overlay import Bank, CheckpointOverlay, From, as_bank, open_members, own_globs
+from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
 from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
@@ -72,12 +72,12 @@ class RestoreSource(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all its leaves, selected or not, after the rules."""
+        """The names of all its leaves, selected or not, after the rules."""
         ...
 
     @property
     def structure(self) -> Structure:
-        """Of its tree."""
+        """The structure of its tree."""
         ...
 
     def is_left(self, path: str) -> bool:
@@ -110,7 +110,13 @@ class RestoreSource(Protocol):
         ...
 
     def part(
-        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+        self,
+        name: str,
+        on_report: OnReport | None = None,
+        *,
+        select: Sequence[str] = (),
+        lenient: bool = False,
+        arrays: bool = True,
     ) -> Any:
         """Returns a part at the root, as saved.
 
@@ -118,11 +124,8 @@ class RestoreSource(Protocol):
             on_report: gets the report of its load, if it is read.
             select: the paths of what is needed of it, without which all is; other leaves may be `...`.
             lenient: gives `...` in the place of what cannot be made here; the report names it.
+            arrays: reads arrays; without it their specs may stand in their places.
         """
-        ...
-
-    def abstract(self, name: str) -> Any:
-        """Returns a part at the root with its values; arrays may be specs."""
         ...
 
     def world_of(self, name: str) -> int:
@@ -275,7 +278,7 @@ class CheckpointSource:
     ) -> None:
         self.comm, self.options = comm, options
         self._provider: dict[str, _SavedMember] = {}
-        """By path, the one of several checkpoints that gives a leaf."""
+        """The one of several checkpoints that gives a leaf, by path."""
         if isinstance(given, Checkpoint):
             self.members = [_SavedMember(given, comm, options, options)]
             self.names = self.members[0].names
@@ -319,7 +322,7 @@ class CheckpointSource:
 
     @property
     def _rules(self) -> tuple[Rule, ...]:
-        """Those of the only checkpoint; each of several has its own."""
+        """The rules on the only checkpoint; each of several has its own."""
         return self.members[0].rules if self._read is self.members[0].checkpoint else ()
 
     def is_left(self, path: str) -> bool:
@@ -362,11 +365,18 @@ class CheckpointSource:
         return decode(record.value, path, allow_pickle=self.options.allow_pickle)
 
     def part(
-        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+        self,
+        name: str,
+        on_report: OnReport | None = None,
+        *,
+        select: Sequence[str] = (),
+        lenient: bool = False,
+        arrays: bool = True,
     ) -> Any:
         node = descend(self.structure, (name,))
         if not select and not lenient and (values := self._values(name, node)) is not None:
-            return unflatten(node, iter(values), resolve=resolve, namespace=self.options.namespace)
+            whole: Any = DictNode((name,), (node,))
+            return unflatten(whole, iter(values), resolve=resolve, namespace=self.options.namespace)[name]  # pyright: ignore[reportIndexIssue]
         own = LoadOptions(
             tuple(select) or (name,),
             read=read_alone(self.options.read),
@@ -375,6 +385,7 @@ class CheckpointSource:
             namespace=self.options.namespace,
             rules=self._rules,
             lenient=lenient,
+            specs_only=not arrays,
         )
         tree, report = run_load(self._read, None, self.comm, own)
         if on_report is not None:
@@ -387,17 +398,6 @@ class CheckpointSource:
         if not all(isinstance(leaf.record, ValueRecord) and leaf.ranks is None for _, leaf in leaves):
             return None
         return [self.value(at) for at, _ in leaves]
-
-    def abstract(self, name: str) -> Any:
-        own = LoadOptions(
-            (name,),
-            fallback=Fallback(per_rank="take"),
-            allow_pickle=self.options.allow_pickle,
-            namespace=self.options.namespace,
-            rules=self._rules,
-            specs_only=True,
-        )
-        return run_load(self._read, None, self.comm, own)[0][name]
 
     def world_of(self, name: str) -> int:
         return self._member_for(name).world
@@ -441,7 +441,7 @@ class CheckpointSource:
             fallback=Fallback(per_rank="take" if take else "error"),
             rules=self._rules,
         )
-        return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
+        return fill_tree(self._read, target, self.comm, own)
 
 
 def _filled(regions: Sequence[Region]) -> list[Region]:
@@ -498,11 +498,14 @@ class TreeSource:
         return False
 
     def part(
-        self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
+        self,
+        name: str,
+        on_report: OnReport | None = None,
+        *,
+        select: Sequence[str] = (),
+        lenient: bool = False,
+        arrays: bool = True,
     ) -> Any:
-        return self.tree[name]
-
-    def abstract(self, name: str) -> Any:
         return self.tree[name]
 
     def world_of(self, name: str) -> int:

@@ -261,7 +261,7 @@ def compare_extra(extra: Any, target: Any, source: RestoreSource, *, rank: int) 
     disabled = [path for path, leaf in leaves if is_disabled_scaler(leaf)]
     expanded = expand_states(tree, mappings=True, **where)
     if expanded is not None:
-        saved = {"extra": source.abstract("extra")}
+        saved = {"extra": source.part("extra", arrays=False)}
         tree = expanded.target(lambda path, arrays: {"extra": source.part("extra", select=[path])} if arrays else saved)
     _, leaves = flatten(tree, **where)
     sequences = differing_sequences(

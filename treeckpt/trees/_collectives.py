@@ -57,7 +57,7 @@ from .._saving.agree import (
     merge_inventories,
 )
 from ..errors import LayoutError, MismatchError, RankError, TreeError
-from ._moving import fill
+from ._moving import distribute_local, fill
 
 Transfer = tuple[int, np.ndarray]
 """The other rank, and the bytes to send or to fill."""
@@ -400,12 +400,38 @@ def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, 
 
 
 def gather(
-    tree: Any, *, transport: Transport, ranks: Sequence[int] | None, device: str | None, limit: int, namespace: str
+    tree: Any,
+    *,
+    ranks: Sequence[int] | None = None,
+    device: str | None = None,
+    group: Any = None,
+    bucket_bytes: int = BUCKET_NBYTES,
+    namespace: str = "",
 ) -> Any:
-    """Does `treeckpt.trees.gather` over a transport."""
-    job = _Gather(transport, tree, ranks, device, namespace)
+    """Returns the tree with full arrays: what `load` would return, had these ranks saved it.
+
+    Ranks may hold different parts of the tree (pipeline stages): it comes back merged. Replicas must be equal, as
+    for `save`; state under `PerRank` stays each rank's own.
+
+    >>> tc.trees.gather({"w": np.ones(3)}, group="alone")
+    {'w': array([1., 1., 1.])}
+
+    Args:
+        ranks: that receive the arrays, counted within the group; None is all. The others receive an `ArraySpec` in
+            place of each array (a target for `load` or `distribute`), and the values.
+        device: of the new arrays; by default the host.
+        group: a process group of torch.distributed; by default the default one. "alone" is this process only.
+        bucket_bytes: size of one message, at most, unless a single region is larger.
+
+    Raises:
+        TreeError: a leaf without data (meta), or that cannot be sent.
+        LayoutError: pieces that do not cover their array, partial sums.
+        MismatchError: ranks contradict each other.
+        RankError: some ranks failed before data was sent, or this one is not part of the group.
+    """
+    job = _Gather(transport_of(group), tree, ranks, device, namespace)
     merged = job.agree()
-    job.move(merged, limit)
+    job.move(merged, bucket_bytes)
     return job.result(merged)
 
 
@@ -447,9 +473,33 @@ class _BroadcastTree(msgspec.Struct, array_like=True):
     values: dict[str, Value]
 
 
-def broadcast(tree: Any, *, transport: Transport, source: int, device: str | None, limit: int, namespace: str) -> Any:
-    """Does `treeckpt.trees.broadcast` over a transport."""
-    _check_source(source, transport)
+def broadcast(
+    tree: Any,
+    *,
+    src: int = 0,
+    device: str | None = None,
+    group: Any = None,
+    bucket_bytes: int = BUCKET_NBYTES,
+    namespace: str = "",
+) -> Any:
+    """Returns the tree of one rank, on every rank: on that rank the same object, on the others new arrays.
+
+    >>> tc.trees.broadcast({"step": 7}, src=0, group="alone")
+    {'step': 7}
+
+    Args:
+        tree: of rank `src`; that of the others is ignored.
+        src: counted within the group.
+        device: of new arrays; by default the host.
+        bucket_bytes: size of one message, at most: a thousand small leaves are one message.
+
+    Raises:
+        LayoutError: a distributed array; `distribute` sends to such arrays.
+        TreeError: a leaf without data (meta), or that cannot be sent; `PerRank`.
+        RankError: the source failed before data was sent, or this rank is not part of the group.
+    """
+    transport = transport_of(group)
+    _check_source(src, transport)
     sources: dict[str, ArraySource] = {}
 
     def describe() -> _BroadcastTree:
@@ -457,18 +507,18 @@ def broadcast(tree: Any, *, transport: Transport, source: int, device: str | Non
         sources.update(described.sources)
         return _BroadcastTree(described.inventory, described.values)
 
-    plan = from_rank(transport, source, "broadcast", describe, _BroadcastTree, hint=HINT)
+    plan = from_rank(transport, src, "broadcast", describe, _BroadcastTree, hint=HINT)
     targets: dict[str, ArrayTarget] = {}
     entries: list[PackedRegion] = []
     for leaf in plan.inventory.leaves:
         if leaf.spec is None or leaf.alias_of is not None:
             continue
         entries.append(PackedRegion(leaf.path, Region.whole(leaf.spec.shape), dtype_of(leaf.spec.dtype).itemsize))
-        if transport.rank != source:
+        if transport.rank != src:
             targets[leaf.path] = new_array(msgspec.structs.replace(leaf.spec, device=None), leaf.path, device)
     everyone = range(transport.size)
-    send_regions(entries, limit, transport, sender=source, receivers=everyone, sources=sources, targets=targets)
-    if transport.rank == source:
+    send_regions(entries, bucket_bytes, transport, sender=src, receivers=everyone, sources=sources, targets=targets)
+    if transport.rank == src:
         return tree
     leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
     whole = plan.inventory.structure
@@ -590,17 +640,46 @@ def _check_wanted(wanted: _WantedLeaf, described: DescribedTree, rank: int) -> N
 
 
 def distribute(
-    tree: Any, like: Any, *, transport: Transport, source: int, device: str | None, limit: int, namespace: str
+    tree: Any,
+    like: Any,
+    *,
+    src: int | None = None,
+    device: str | None = None,
+    group: Any = None,
+    bucket_bytes: int = BUCKET_NBYTES,
+    namespace: str = "",
 ) -> Any:
-    """Does `treeckpt.trees.distribute` over a transport, with the tree of one rank."""
-    _check_source(source, transport)
-    job = _Distribute(transport, source, device, namespace)
+    """Returns a tree of new arrays with the data of `tree`, and the shape, dtype, kind, device and layout of `like`.
+
+    >>> like = {"w": tc.Sharded(np.empty((1, 2)), (2, 2), (1, 0))}
+    >>> tc.trees.distribute({"w": np.array([[1.0, 2.0], [3.0, 4.0]])}, like)["w"].local
+    array([[3., 4.]])
+
+    Args:
+        tree: holds the wanted arrays whole; without `src` at least the part that this rank wants. Leaves that are not
+            wanted are not sent.
+        like: as for `load`: tensors, DTensors, pieces or specs, whose data is ignored and may be on meta; `...`
+            stays. Ranks may want different leaves.
+        src: the rank that has the tree, counted within the group (the tree of the others is ignored); None where every
+            rank has it: then nothing is sent.
+        device: of the new arrays; by default that of like's, or the host for those on meta.
+
+    Raises:
+        MismatchError: a leaf is missing in the tree, or has another shape or dtype.
+        LayoutError: arrays of the source that are not whole.
+        TreeError, RankError: as `gather`.
+    """
+    if src is None:
+        return distribute_local(tree, like, device=device, namespace=namespace)
+    transport = transport_of(group)
+    _check_source(src, transport)
+    job = _Distribute(transport, src, device, namespace)
     wanted = gather_results(transport, "distribute", partial(job.want, like), list[_WantedLeaf], hint=HINT)
     answer = partial(job.reply, tree, wanted)
-    reply = from_rank(transport, source, "distribute", answer, _SourceReply, hint=HINT)
+    reply = from_rank(transport, src, "distribute", answer, _SourceReply, hint=HINT)
     by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
     common = {path for path, leaf in by_path[0].items() if all(leaves.get(path) == leaf for leaves in by_path)}
-    job.send([leaf for leaf in wanted[0] if leaf.path in common], range(transport.size), limit)
+    job.send([leaf for leaf in wanted[0] if leaf.path in common], range(transport.size), bucket_bytes)
     for rank, leaves in enumerate(wanted):
-        job.send([leaf for leaf in leaves if leaf.path not in common], [rank], limit)
+        job.send([leaf for leaf in leaves if leaf.path not in common], [rank], bucket_bytes)
     return job.result(reply)

@@ -16,7 +16,7 @@ import treeckpt as tc
 from tests.crash.disks import remount, small_disk
 from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
-from treeckpt._core.format.files import Owner, Progress, damaged_name, deleted_name, lock_name, step_name
+from treeckpt._core.format.files import PIN_NAME, Owner, Progress, damaged_name, deleted_name, lock_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.process import this_process
 from treeckpt._io.storage import deletions, kept_files, obstore
@@ -28,11 +28,13 @@ from treeckpt._io.storage.deletions import (
     hold_lock,
     index_state,
     replace_index,
+    restore_index,
     take_index,
 )
 from treeckpt._io.storage.kept_files import LAPSE, Claim, ProgressRecorder, hold_lease
 from treeckpt._io.storage.local_store import LocalStore
-from treeckpt._io.storage.store import MemoryStore
+from treeckpt._io.storage.object_store import ObjectStore
+from treeckpt._io.storage.store import MemoryStore, Store
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
@@ -286,6 +288,94 @@ def test_an_index_that_was_taken_away_is_not_back_once_its_deletion_has_decided(
     assert "pinned, though it has no index" in RunDirectory(tmp_path).clean([], grace=0).left[0].why
     with pytest.raises(tc.CheckpointNotFound):
         tc.load(path)
+
+
+@pytest.fixture(params=["s3", "memory"])
+def object_run(request: pytest.FixtureRequest) -> tc.ObjectRun:
+    """A run with a step in an object store, that has conditional writes, or looks before it writes."""
+    if request.param == "s3":
+        s3: S3 = request.getfixturevalue("s3")
+        run = tc.ObjectRun(s3.url(), **s3.options())
+    else:
+        run = tc.ObjectRun(f"memory://bucket/{time.time_ns()}")
+    tc.save(run.folder(step_name(1)), {"n": 1}, step=1)
+    return run
+
+
+def pin(folder: Store) -> None:
+    folder.publish(PIN_NAME, b"{}", replace=True)
+
+
+def delete_and_then(run: tc.ObjectRun, act: Callable[[Store], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deletes the step; `act` is called once the index is taken away."""
+
+    def take(store: Store, aside: str, *, holds: Callable[[bytes], bool] | None) -> None:
+        take_index(store, aside, holds=holds)
+        act(store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("treeckpt._runs.run.take_index", take)
+        RunDirectory(run).delete(1)
+
+
+@pytest.mark.parametrize("by", ["a clean-up", "a save", "a reader"])
+def test_of_an_object_store_an_index_that_was_taken_for_a_pin_is_back_after_a_kill(
+    object_run: tc.ObjectRun, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pin_and_kill(store: Store) -> None:
+        pin(store)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        delete_and_then(object_run, pin_and_kill, monkeypatch)
+    folder = object_run.folder(step_name(1))
+    if by == "a clean-up":
+        RunDirectory(object_run).clean([], grace=0)
+    elif by == "a save":
+        with pytest.raises(tc.CheckpointExists):
+            tc.save(folder, {"n": 2}, step=1)
+    assert tc.load(folder) == {"n": 1} and tc.verify(folder).ok
+    if by != "a reader":
+        assert INDEX_NAME in folder.entries() and not any(name.startswith("deleted") for name in folder.entries())
+
+
+def test_of_an_object_store_an_index_that_others_put_back_stays(
+    object_run: tc.ObjectRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion has looked for a pin, and was stopped; a pin comes, and a save finds no lock."""
+    folder, look = object_run.folder(step_name(1)), ObjectStore.listed
+
+    def put_back(store: Store) -> None:
+        def listed(self: ObjectStore) -> Store:
+            found = look(self)
+            monkeypatch.setattr(ObjectStore, "listed", look)
+            pin(folder)
+            assert restore_index(folder)
+            return found
+
+        monkeypatch.setattr(ObjectStore, "listed", listed)
+
+    with pytest.raises(tc.CheckpointError, match="pinned meanwhile"):
+        delete_and_then(object_run, put_back, monkeypatch)
+    assert tc.load(folder) == {"n": 1} and tc.verify(folder).ok
+    assert not any(name.startswith("deleted") for name in folder.entries())
+
+
+def test_of_an_object_store_no_index_is_put_back_once_its_deletion_has_decided(
+    object_run: tc.ObjectRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = object_run.folder(step_name(1))
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("treeckpt._runs.run.has_readers", killed)
+        RunDirectory(object_run).delete(1)
+    pin(folder)
+    assert not restore_index(folder) and INDEX_NAME not in folder.entries()
+    with pytest.raises(tc.CheckpointNotFound):
+        tc.load(folder)
 
 
 def test_no_index_is_published_for_shards_that_went_with_a_lock_that_was_listed(tmp_path: Path) -> None:

@@ -57,13 +57,13 @@ def locate_chunks(index: Index, leaf: Leaf, region: Region | None = None) -> lis
         return []
     ranks = decode_runs(leaf.ranks or ()).tolist() if isinstance(leaf.record, PerRankArrays) else [None]
     itemsize = dtype_of(leaf.stored.dtype).itemsize
-    found: list[ChunkLocation] = []
+    locations: list[ChunkLocation] = []
     for rank in ranks:
         for chunk in index.chunks_of(leaf, region, rank=rank):
             nbytes = chunk.region.size * itemsize
             file, start = index.locate(chunk.rank, chunk.start, chunk.start + nbytes, leaf.path)
-            found.append(ChunkLocation(chunk.region, chunk.rank, file, start, start + nbytes))
-    return found
+            locations.append(ChunkLocation(chunk.region, chunk.rank, file, start, start + nbytes))
+    return locations
 
 
 def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int | None = None) -> list[Extent]:
@@ -76,7 +76,7 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
     Raises:
         LayoutError: there are more than `most`.
     """
-    found: list[Extent] = []
+    extents: list[Extent] = []
     shift = file.header - file.stream
     low, high = file.stream, file.stream + file.nbytes
     for leaf in index.entries:
@@ -86,11 +86,11 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
         for chunk in _chunks_of_rank(leaf, leaf.stored.shape, file.rank):
             stop = chunk.start + chunk.region.size * itemsize
             if low <= chunk.start and stop <= high and (empty or chunk.start < stop):
-                found.append(Extent(leaf.number, chunk.region, chunk.start + shift, stop + shift))
-        if most is not None and len(found) > most:
+                extents.append(Extent(leaf.number, chunk.region, chunk.start + shift, stop + shift))
+        if most is not None and len(extents) > most:
             raise LayoutError(file.name, expected=f"a shard of at most {most} chunks", found="more")
-    found.sort(key=lambda extent: extent.start)
-    return found
+    extents.sort(key=lambda extent: extent.start)
+    return extents
 
 
 def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[Chunk]:
@@ -99,7 +99,11 @@ def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[Chunk
     if isinstance(record, PerRankArrays):
         position = np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)
         starts = decode_runs(record.start)
-        return [Chunk(Region.whole(shape), rank, int(starts[at])) for at in position.tolist() if at < len(starts)]
+        return [
+            Chunk(Region.whole(shape), rank, int(starts[number]))
+            for number in position.tolist()
+            if number < len(starts)
+        ]
     return chunks_in(record.chunks, shape, rank=rank) if isinstance(record, ArrayRecord) else []
 
 
@@ -178,19 +182,19 @@ def damaged_leaves(
     Args:
         rank: the rank whose state counts under `PerRank`; None counts that of all ranks.
     """
-    found: dict[int, list[DamagedLeaf]] = {}
+    damaged: dict[int, list[DamagedLeaf]] = {}
     for part in bad:
         file = index.file_names[part.file]
         for number in dict.fromkeys(leaves_in_range(index, file, part.start, part.stop)):
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):
                 path = leaf.path if rank is not None else rank_path(leaf.path, file.rank)
-                found.setdefault(number, []).append(DamagedLeaf(path, part.file, part.start, part.stop))
-    for first, others in _dependents(index, found):
+                damaged.setdefault(number, []).append(DamagedLeaf(path, part.file, part.start, part.stop))
+    for first, others in _dependents(index, damaged):
         for other in others:
-            new = [msgspec.structs.replace(d, path=index.entries[other].path) for d in found[first]]
-            found[other] = sorted({*found.get(other, []), *new})
-    return {number: tuple(found[number]) for number in sorted(found)}
+            new = [msgspec.structs.replace(d, path=index.entries[other].path) for d in damaged[first]]
+            damaged[other] = sorted({*damaged.get(other, []), *new})
+    return {number: tuple(damaged[number]) for number in sorted(damaged)}
 
 
 def _dependents(index: Index, damaged: Iterable[int]) -> list[tuple[int, list[int]]]:
@@ -208,11 +212,11 @@ def _dependents(index: Index, damaged: Iterable[int]) -> list[tuple[int, list[in
 def _table_leaves(index: Index) -> list[list[int]]:
     """Returns the numbers of the leaves of each keyed table."""
     numbers = {key: number for number, key in enumerate(index.paths)}
-    found: list[list[int]] = []
+    tables: list[list[int]] = []
     for ids in index.tables:
         path, ranks = index.paths[ids]
         prefix = path.removesuffix(TABLE_KEYS[0])
         slots = prefix + TABLE_KEYS[2] + "/"
         columns = [numbers[prefix + key, ranks] for key in TABLE_KEYS[:2] if (prefix + key, ranks) in numbers]
-        found.append(columns + [n for (p, r), n in numbers.items() if r == ranks and p.startswith(slots)])
-    return found
+        tables.append(columns + [n for (p, r), n in numbers.items() if r == ranks and p.startswith(slots)])
+    return tables

@@ -48,8 +48,8 @@ def decode_msgpack(data: bytes, kind: type[T]) -> T:
 
 
 def _decoder(built: dict[object, Decoder], build: type[Decoder], kind: object) -> Decoder:
-    found = built.get(kind)
-    if found is None:
+    decoder = built.get(kind)
+    if decoder is None:
         with _lock:
-            found = built[kind] = build(kind)
-    return found
+            decoder = built[kind] = build(kind)
+    return decoder

@@ -235,21 +235,23 @@ def checksum(data: bytes | bytearray) -> str:
 def are_sound(sidecars: tuple[Sidecar, ...]) -> bool:
     """Returns whether a save can have written this list."""
     each = all(
-        is_sidecar_name(one.name) and 0 <= one.nbytes <= MAX_SIDECAR_NBYTES and _CHECKSUM.fullmatch(one.xxh3)
-        for one in sidecars
+        is_sidecar_name(sidecar.name)
+        and 0 <= sidecar.nbytes <= MAX_SIDECAR_NBYTES
+        and _CHECKSUM.fullmatch(sidecar.xxh3)
+        for sidecar in sidecars
     )
-    return len(sidecars) <= MAX_SIDECARS and each and not alike_names([one.name for one in sidecars])
+    return len(sidecars) <= MAX_SIDECARS and each and not alike_names([sidecar.name for sidecar in sidecars])
 
 
 def alike_names(names: Iterable[str]) -> list[str]:
     """Returns the names that differ from an earlier one at most in case: some file systems do not tell them apart."""
     seen: set[str] = set()
-    found: list[str] = []
+    alike: list[str] = []
     for name in names:
         if name.lower() in seen:
-            found.append(name)
+            alike.append(name)
         seen.add(name.lower())
-    return found
+    return alike
 
 
 SavePhase = Literal["write", "commit"]
@@ -336,12 +338,12 @@ def decode_progress(data: bytes, name: str) -> Progress:
     try:
         if len(data) > MAX_PROGRESS:
             raise ValueError(f"{len(data)} bytes")
-        found = _PROGRESS.decode(data)
+        progress = _PROGRESS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(name, expected="a record of progress", found=f"{error}"[:200]) from error
-    known = SAVE_ID.fullmatch(found.save_id) is not None and 0 <= found.rank < found.world <= MAX_WORLD
-    numbers = (found.written, found.planned, found.started_ns, found.updated_ns, found.alive_ns)
-    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_RECORDED_STEP
-    if not known or min(found.written, found.planned) < 0 or not bounded:
-        raise FormatError(name, expected="a rank's progress in a save", found=f"{found!r:.200}")
-    return found
+    known = SAVE_ID.fullmatch(progress.save_id) is not None and 0 <= progress.rank < progress.world <= MAX_WORLD
+    numbers = (progress.written, progress.planned, progress.started_ns, progress.updated_ns, progress.alive_ns)
+    bounded = min(numbers) > -MAX_NBYTES and max(numbers) < MAX_NBYTES and abs(progress.step or 0) <= MAX_RECORDED_STEP
+    if not known or min(progress.written, progress.planned) < 0 or not bounded:
+        raise FormatError(name, expected="a rank's progress in a save", found=f"{progress!r:.200}")
+    return progress

@@ -181,8 +181,8 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             )
         known.add((header.rank, header.part))
         for entry in header.entries:
-            at = _RebuiltChunk(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
-            entries.setdefault(entry.path, []).append(at)
+            chunk = _RebuiltChunk(entry.region, header.rank, header.stream + entry.start, entry.shape, entry.dtype)
+            entries.setdefault(entry.path, []).append(chunk)
     leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
     rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files)
@@ -205,10 +205,10 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> Leaf
     if isinstance(record, PerRankArrays) and leaf.ranks is not None:
         starts: list[int] = []
         for rank in decode_runs(leaf.ranks).tolist():
-            found = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
-            if len(found) != 1 or spec is None or (found[0].shape, found[0].dtype) != (spec.shape, spec.dtype):
+            written = entries.get(leaf.path.replace("~rank*", f"~rank{rank}"), [])
+            if len(written) != 1 or spec is None or (written[0].shape, written[0].dtype) != (spec.shape, spec.dtype):
                 raise _shard_missing(leaf.path, f"rank {rank}'s own array")
-            starts.append(found[0].start)
+            starts.append(written[0].start)
         return msgspec.structs.replace(record, start=encode_runs(starts))
     if not isinstance(record, ArrayRecord) or spec is None:
         return record
@@ -231,7 +231,7 @@ MAX_NUMBERS = 1 << 17
 MAX_PER_RANK = 1 << 20
 """Ranks of all leaves under `PerRank` together."""
 NUMBERS_PER_BYTE = 2
-"""The same for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
+"""Offsets for each byte of a larger document: an uneven range takes eight bytes or more, and becomes a few boxes."""
 MAX_LEAVES_PER_RANGE = 16
 """An index with more leaves than this for each range of a cut array is not packed: it would save too little."""
 _SHORT_RUN = 3
@@ -296,9 +296,9 @@ def pack(index: Index) -> bytes | None:
     listed = sum(len(cut.ranks) for cut in cut_up.values())
     if not listed or listed * MAX_LEAVES_PER_RANGE < len(index.leaves):
         return None  # hardly any chunk is listed, so packing would save too little
-    found = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
-    cuts = [cut for cut in found if cut is not None]
-    rest = tuple([record for record, cut in zip(index.leaves, found, strict=True) if cut is None])
+    arrays = [cut_up.get(n) or _single_range(n, record, index) for n, record in enumerate(index.leaves)]
+    cuts = [cut for cut in arrays if cut is not None]
+    rest = tuple([record for record, cut in zip(index.leaves, arrays, strict=True) if cut is None])
     structure, shared = extract_shared_subtrees(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
@@ -404,14 +404,16 @@ def unpack(body: bytes, name: str) -> Index:
         starts = _column(ranges.start, sum(len(box.ranks) for box in boxes), name, low=0, high=MAX_NBYTES)
     else:
         starts = _implied_starts(index, leaves, cuts, boxes, name)
-    at = 0
+    taken_starts = 0
     for cut, (offsets, shapes, ranks) in zip(cuts, boxes, strict=True):
         if len(ranks) == 1:
-            chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[at]))
+            chunks: Chunks = WholeChunk(int(ranks[0]), int(starts[taken_starts]))
         else:
-            chunks = encode_boxes(cut.spec.shape, offsets, shapes, ranks, starts[at : at + len(ranks)])
+            chunks = encode_boxes(
+                cut.spec.shape, offsets, shapes, ranks, starts[taken_starts : taken_starts + len(ranks)]
+            )
         leaves[cut.number] = ArrayRecord(cut.record.spec, cut.record.layout, chunks)
-        at += len(ranks)
+        taken_starts += len(ranks)
     return msgspec.structs.replace(index, leaves=tuple(leaves))
 
 

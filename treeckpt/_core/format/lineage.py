@@ -84,8 +84,8 @@ class LineageOrder:
 
     def position_of_step(self, step: int) -> LineagePosition:
         """Returns the position of a directory of which only the step is known: on the lineage, above lower steps."""
-        at = bisect_right(self._steps, step)
-        return LineagePosition(True, max(step, self._highest[at - 1]) if at else step, step)
+        count = bisect_right(self._steps, step)
+        return LineagePosition(True, max(step, self._highest[count - 1]) if count else step, step)
 
     def newest(self) -> SavedCheckpoint | None:
         """Returns the checkpoint that was saved last; None where there is none."""
@@ -96,17 +96,17 @@ class LineageOrder:
 
         A checkpoint without a record may have been saved by hand after `head`; it counts as an ancestor.
         """
-        at = self.position(head)[1:]
+        place = self.position(head)[1:]
         before = head
         if head.lineage is None:
-            lower = [mark for mark in self._recorded if (mark.sequence, mark.step) < at]
+            lower = [mark for mark in self._recorded if (mark.sequence, mark.step) < place]
             before = max(lower, key=lambda mark: mark.sequence, default=None)
         abandoned = _abandoned_by(before)
         return [
             mark
             for mark in self._marks
             if not _within(mark.sequence, abandoned)
-            and (self.position(mark)[1:] < at or (mark.lineage is None and head.lineage is not None))
+            and (self.position(mark)[1:] < place or (mark.lineage is None and head.lineage is not None))
         ]
 
 
@@ -115,8 +115,8 @@ def _abandoned_by(mark: SavedCheckpoint | None) -> SequenceRanges:
 
 
 def _within(number: int, ranges: SequenceRanges) -> bool:
-    at = bisect_right(ranges, number, key=lambda pair: pair[0])
-    return bool(at) and number <= ranges[at - 1][1]
+    count = bisect_right(ranges, number, key=lambda pair: pair[0])
+    return bool(count) and number <= ranges[count - 1][1]
 
 
 def next_lineage(marks: Collection[SavedCheckpoint], head: SavedCheckpoint | None, step: int) -> Lineage:

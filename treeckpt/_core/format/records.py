@@ -127,7 +127,7 @@ def _grid_chunks(chunks: GridChunks, region: Region | None, cells: np.ndarray | 
     total = math.prod(counts)
     ranks, starts = _lookup(chunks.rank, cells, total), _lookup(chunks.start, cells, total)
     bounds = [c.tolist() for c in cuts]
-    found: list[Chunk] = []
+    boxes: list[Chunk] = []
     for cell, rank, start in zip(cells.tolist(), ranks, starts, strict=True):
         offset: list[int] = []
         shape: list[int] = []
@@ -135,8 +135,8 @@ def _grid_chunks(chunks: GridChunks, region: Region | None, cells: np.ndarray | 
             cell, i = divmod(cell, counts[d])
             offset.append(bounds[d][i])
             shape.append(bounds[d][i + 1] - bounds[d][i])
-        found.append(Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start))
-    return found
+        boxes.append(Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start))
+    return boxes
 
 
 def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
@@ -293,7 +293,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     spec: ArraySpec | None
     """None for values."""
     stored: ArraySpec | None
-    """Of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
+    """The spec of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
 
     @property
     def as_array(self) -> Leaf:
@@ -374,22 +374,22 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     @cached_property
     def entries(self) -> tuple[Leaf, ...]:
         """Every leaf with its path, in the tree's order."""
-        found: list[Leaf] = []
+        leaves: list[Leaf] = []
         for number, ((path, ranks), record) in enumerate(zip(self.paths, self.leaves, strict=True)):
-            found.append(Leaf(number, path, record, ranks, *specs_of(record, self.specs)))
-        return tuple(found)
+            leaves.append(Leaf(number, path, record, ranks, *specs_of(record, self.specs)))
+        return tuple(leaves)
 
     @cached_property
     def by_path(self) -> dict[str, tuple[Leaf, ...]]:
         """Leaves by path; several only under `PerRank`, one for each group of ranks."""
-        found: dict[str, tuple[Leaf, ...]] = {}
+        leaves_of: dict[str, tuple[Leaf, ...]] = {}
         groups: dict[str, list[Leaf]] = {}
         for leaf in self.entries:
-            found[leaf.path] = (leaf,)
+            leaves_of[leaf.path] = (leaf,)
             if leaf.ranks is not None:
                 groups.setdefault(leaf.path, []).append(leaf)
-        found.update((path, tuple(leaves)) for path, leaves in groups.items())
-        return found
+        leaves_of.update((path, tuple(leaves)) for path, leaves in groups.items())
+        return leaves_of
 
     @cached_property
     def listed(self) -> IndexCounts:
@@ -410,8 +410,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     @cached_property
     def tables(self) -> dict[int, TableSpec]:
         """The spec of each keyed table, by the leaf number of its ids."""
-        found = tables_of(self.structure)
-        return {number: found[key] for number, key in enumerate(self.paths) if key in found} if found else {}
+        by_key = tables_of(self.structure)
+        return {number: by_key[key] for number, key in enumerate(self.paths) if key in by_key} if by_key else {}
 
     @cached_property
     def offsets(self) -> frozenset[int]:
@@ -434,10 +434,10 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
 
     @cached_property
     def _files_by_rank(self) -> dict[int, list[File]]:
-        found: dict[int, list[File]] = {}
+        by_rank: dict[int, list[File]] = {}
         for file in self.file_list:
-            found.setdefault(file.rank, []).append(file)
-        return found
+            by_rank.setdefault(file.rank, []).append(file)
+        return by_rank
 
     @property
     def nbytes(self) -> int:
@@ -504,14 +504,14 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         if spec is None:
             return []
         if isinstance(record, PerRankArrays):
-            found = np.flatnonzero(decode_runs(leaf.ranks or ()) == (-1 if rank is None else rank))
-            if rank is None or not len(found):
+            positions = np.flatnonzero(decode_runs(leaf.ranks or ()) == (-1 if rank is None else rank))
+            if rank is None or not len(positions):
                 raise MismatchError(
                     leaf.path,
                     expected="a rank that has an array of its own here",
                     found="no rank" if rank is None else f"rank {rank}",
                 )
-            return [Chunk(Region.whole(spec.shape), rank, value_at(record.start, int(found[0])))]
+            return [Chunk(Region.whole(spec.shape), rank, value_at(record.start, int(positions[0])))]
         assert isinstance(record, ArrayRecord), "values have no spec"
         return chunks_in(record.chunks, spec.shape, region)
 
@@ -559,8 +559,8 @@ def build_index(
             base = _alias_base(tree, numbers, n, leaf)
             records.append(AliasRecord(specs.setdefault(leaf.spec, len(specs)), base, leaf.view))
         elif leaf.per_rank is not None:
-            at = placed[n] if placed is not None else None
-            starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
+            own = placed[n] if placed is not None else None
+            starts = encode_runs(own.starts) if isinstance(own, ChunkOffsets) else ()
             records.append(_record_type(leaf.spec)[1](specs.setdefault(leaf.spec, len(specs)), starts))
         else:
             blank = blanks.get((id(leaf.spec), id(leaf.layout)))

@@ -125,10 +125,10 @@ def parse_shard_name(name: str) -> tuple[str, int, int, int] | None:
 
 def saves_of_all_ranks(names: Iterable[str]) -> dict[str, int]:
     """Returns, by its id, the world of each save of which every rank has a shard among these names."""
-    found: dict[tuple[str, int], set[int]] = {}
+    ranks_of: dict[tuple[str, int], set[int]] = {}
     for save_id, rank, world, _ in filter(None, map(parse_shard_name, names)):
-        found.setdefault((save_id, world), set()).add(rank)
-    return {save_id: world for (save_id, world), ranks in found.items() if len(ranks) == world}
+        ranks_of.setdefault((save_id, world), set()).add(rank)
+    return {save_id: world for (save_id, world), ranks in ranks_of.items() if len(ranks) == world}
 
 
 def padded_nbytes(shape: tuple[int, ...], itemsize: int) -> int:
@@ -224,8 +224,8 @@ def hashes_at(encoded: bytes) -> int:
 def with_hashes(encoded: bytes, hashes: Sequence[int]) -> bytes:
     """Replaces the checksums of an encoded header by as many others."""
     text = base64.b64encode(np.array(hashes, dtype="<u8").tobytes())
-    at, seal = hashes_at(encoded), seal_at(encoded)
-    unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : at] + text + encoded[at + len(text) :]
+    start, seal = hashes_at(encoded), seal_at(encoded)
+    unsealed = encoded[:seal] + _ZEROS + encoded[seal + 16 : start] + text + encoded[start + len(text) :]
     return sealed(unsealed)
 
 
@@ -323,11 +323,11 @@ def decode_front(data: bytes | bytearray, name: str) -> tuple[ShardHeader, int]:
         CorruptError, FormatError: it is no shard of treeckpt.
     """
     header_nbytes(data, name)
-    at = data.find(_HASHES, 8) + len(_HASHES)
-    if at < len(_HASHES):
+    start = data.find(_HASHES, 8) + len(_HASHES)
+    if start < len(_HASHES):
         raise FormatError(name, expected="a treeckpt shard", found="no checksums on its first page")
     try:
-        return _header_of(_FRONT.decode(bytes(data[8:at]) + b'"}}').metadata, name), at
+        return _header_of(_FRONT.decode(bytes(data[8:start]) + b'"}}').metadata, name), start
     except (msgspec.MsgspecError, ValueError) as error:
         raise FormatError(name, expected="a treeckpt shard", found=f"{error}"[:200]) from error
 
@@ -413,15 +413,15 @@ def _check_origin(header: ShardHeader, name: str) -> None:
 
 
 def _check_entries(header: ShardHeader, name: str) -> None:
-    at = 0
+    end = 0
     for entry in sorted(header.entries, key=lambda e: (e.start, e.nbytes)):
-        if entry.start != at:
-            raise FormatError(name, expected=f"an entry at byte {at}", found=f"{entry.path[:80]} at {entry.start}")
-        at += entry.nbytes
-    if len(header.hashes) != block_count(at, header.block):
+        if entry.start != end:
+            raise FormatError(name, expected=f"an entry at byte {end}", found=f"{entry.path[:80]} at {entry.start}")
+        end += entry.nbytes
+    if len(header.hashes) != block_count(end, header.block):
         raise FormatError(
             name,
-            expected=f"checksums of {at} bytes in blocks",
+            expected=f"checksums of {end} bytes in blocks",
             found=f"{len(header.hashes)} of blocks of {header.block}",
         )
 
@@ -431,9 +431,9 @@ def _check_entries(header: ShardHeader, name: str) -> None:
 
 def sealed(document: bytes) -> bytes:
     """Returns the JSON document with its first `"seal":"0000000000000000"` filled in."""
-    at = document.index(_SEAL) + len(_SEAL)
+    start = document.index(_SEAL) + len(_SEAL)
     digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
-    return document[:at] + digest + document[at + 16 :]
+    return document[:start] + digest + document[start + 16 :]
 
 
 def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
@@ -443,14 +443,14 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
         CorruptError: naming the file.
     """
     data = memoryview(document)
-    at = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
-    if at < len(_SEAL):
+    start = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
+    if start < len(_SEAL):
         raise CorruptError(
             name, expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}", hint=hint
         )
-    stored = bytes(data[at : at + 16])
+    stored = bytes(data[start : start + 16])
     state = xxhash.xxh3_64()
-    for part in (data[:at], _ZEROS, data[at + 16 :]):
+    for part in (data[:start], _ZEROS, data[start + 16 :]):
         state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
     actual = f"{state.intdigest():016x}".encode()
     if stored != actual:

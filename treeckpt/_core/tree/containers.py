@@ -192,8 +192,8 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
             return FlattenedContainer(partial(StructSequenceNode, type_name(kind), fields), fields, children)
     if is_plain_dataclass(kind):
         return _flatten_dataclass(tree, path)
-    found = mapping_state(tree, path)
-    return None if found is None else _flatten_mapping(tree, *found, path)
+    mapping = mapping_state(tree, path)
+    return None if mapping is None else _flatten_mapping(tree, *mapping, path)
 
 
 def _keyed_node(
@@ -298,8 +298,9 @@ def is_plain_dataclass(kind: type) -> bool:
     """Returns whether a class is a dataclass without other state: no dict or enum, for example, and no marked leaf."""
     others = (enum.Enum, type, BaseException, dict, list, tuple, set, frozenset, str, bytes, int, float)
     known: Any = [type.__getattribute__(base, "__dict__") for base in type.__getattribute__(kind, "__mro__")]
-    found = any("__dataclass_fields__" in names for names in known)  # a metaclass may return anything from hasattr
-    return found and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
+    # a metaclass may return anything from hasattr
+    is_dataclass = any("__dataclass_fields__" in names for names in known)
+    return is_dataclass and not issubclass(kind, others) and "__treeckpt_leaf__" not in known[0]
 
 
 def new_instance(kind: type, fields: Sequence[str], children: Sequence[object]) -> object:
@@ -324,11 +325,11 @@ def mapping_base(kind: type) -> Any:
     base = next((base for base in bases if issubclass(kind, base)), None)
     if base is None or kind in (dict, collections.OrderedDict, collections.Counter):
         return None
-    for one in type.__getattribute__(kind, "__mro__"):
-        names = type.__getattribute__(one, "__dict__")
+    for parent in type.__getattribute__(kind, "__mro__"):
+        names = type.__getattribute__(parent, "__dict__")
         if "__treeckpt_leaf__" in names or names.get("__slots__"):
             return None
-        if one not in (object, dict, collections.OrderedDict) and not one.__flags__ & _HEAP_TYPE:
+        if parent not in (object, dict, collections.OrderedDict) and not parent.__flags__ & _HEAP_TYPE:
             return None
     return None if "<locals>" in type_name(kind) else base
 
@@ -404,20 +405,20 @@ class ObjectState(dict[Any, Any]):
     @classmethod
     def from_object(cls, owner: object, state: Mapping[Any, Any]) -> ObjectState:
         """Returns the state of an object as one inside another state."""
-        found = cls(state)
-        found.of, found.versions = type_name(type(owner)), dict(getattr(state, METADATA, {}))
-        return found
+        made = cls(state)
+        made.of, made.versions = type_name(type(owner)), dict(getattr(state, METADATA, {}))
+        return made
 
     def with_items(self, items: Mapping[Any, Any]) -> ObjectState:
         """Returns a state of the same object with other items."""
-        found = type(self)(items)
-        vars(found).update(vars(self))
-        return found
+        made = type(self)(items)
+        vars(made).update(vars(self))
+        return made
 
     def as_state_dict(self) -> dict[Any, Any]:
         """Returns the state as `load_state_dict` of its object takes it."""
         if not self.versions:
             return dict(self)
-        found = collections.OrderedDict(self)
-        setattr(found, METADATA, collections.OrderedDict(self.versions))
-        return found
+        made = collections.OrderedDict(self)
+        setattr(made, METADATA, collections.OrderedDict(self.versions))
+        return made

@@ -70,11 +70,11 @@ class DictAttributes(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             FormatError: naming `path`.
         """
-        if (found := self.metadata) is not None:
-            check_runs(found.numbers, path=path, length=len(found.names), low=0, high=len(found.values))
-            uses = np.bincount(decode_runs(found.numbers), minlength=len(found.values))
+        if (metadata := self.metadata) is not None:
+            check_runs(metadata.numbers, path=path, length=len(metadata.names), low=0, high=len(metadata.values))
+            uses = np.bincount(decode_runs(metadata.numbers), minlength=len(metadata.values))
             for number in np.flatnonzero(uses > 1).tolist():
-                if (nbytes := len(msgspec.json.encode(found.values[number]))) > SHARED_NBYTES:
+                if (nbytes := len(msgspec.json.encode(metadata.values[number]))) > SHARED_NBYTES:
                     raise FormatError(
                         f"{path}.{METADATA}",
                         expected=f"at most {SHARED_NBYTES} bytes of a value that several modules have",
@@ -87,10 +87,10 @@ class DictAttributes(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             FormatError: names or values that no OrderedDict has.
         """
-        found: Any = {} if self.others is None else decode_value(self.others, path)
-        if type(found) is not dict or not all(type(name) is str and _is_free(name) for name in found):
-            raise FormatError(path, expected="the attributes of an OrderedDict", found=f"{found!r:.80}")
-        return found if self.metadata is None else {METADATA: self.metadata.decoded(path), **found}
+        attributes: Any = {} if self.others is None else decode_value(self.others, path)
+        if type(attributes) is not dict or not all(type(name) is str and _is_free(name) for name in attributes):
+            raise FormatError(path, expected="the attributes of an OrderedDict", found=f"{attributes!r:.80}")
+        return attributes if self.metadata is None else {METADATA: self.metadata.decoded(path), **attributes}
 
 
 def _is_free(name: str) -> bool:
@@ -234,7 +234,7 @@ def renamed_modules(stored: Mapping[str, T], keys: Iterable[str], moves: Sequenc
     for key in keys:
         while key and (key := key.rpartition(".")[0]) not in with_entries:
             with_entries.add(key)
-    found = {new: stored[old] for new, old in origins.items() if old in stored}
+    renamed = {new: stored[old] for new, old in origins.items() if old in stored}
     names: dict[str, list[str]] = {}
     for new, old in origins.items():
         names.setdefault(old, []).append(new)
@@ -244,8 +244,8 @@ def renamed_modules(stored: Mapping[str, T], keys: Iterable[str], moves: Sequenc
             above = above.rpartition(".")[0]
         rest = name[len(above) :].removeprefix(".")
         for new in names.get(above, ()):
-            found.setdefault(f"{new}.{rest}" if new else rest, stored[name])
-    return found
+            renamed.setdefault(f"{new}.{rest}" if new else rest, stored[name])
+    return renamed
 
 
 def take_metadata(
@@ -262,12 +262,12 @@ def take_metadata(
         taken: the names of modules of which an entry was loaded.
     """
     here = here or {}
-    found: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    taken_over: collections.OrderedDict[str, Any] = collections.OrderedDict()
     for name in dict.fromkeys((*saved, *here)):
         source = saved if name in taken or (name not in kept and name in saved) else here
         if name in source:
-            found[name] = source[name]
-    return found
+            taken_over[name] = source[name]
+    return taken_over
 
 
 def copy_attributes(old: Any, new: Any) -> Any:

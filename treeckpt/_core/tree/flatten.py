@@ -186,12 +186,12 @@ def without_left_out(
     def walk(node: Node, path: str, prefix: str) -> tuple[Structure, bool]:
         first, has_some = len(kept), not node.children and is_wanted(path)
         children = list(node.children)
-        for at, (text, child) in enumerate(zip(texts.of(node, path), node.children, strict=True)):
+        for position, (text, child) in enumerate(zip(texts.of(node, path), node.children, strict=True)):
             if child is None:
                 kept.append(number := next(numbers))
                 is_taken = taken[number]
             else:
-                children[at], is_taken = walk(child, prefix + text, f"{prefix}{text}/")
+                children[position], is_taken = walk(child, prefix + text, f"{prefix}{text}/")
             has_some = has_some or is_taken
         if has_some or not isinstance(node, _OF_CLASSES):
             return msgspec.structs.replace(node, children=tuple(children)), has_some
@@ -399,15 +399,15 @@ def _replace(
     node: object, flat: FlattenedContainer, leaves: Iterator[object], namespace: str, whole: Container[int]
 ) -> Any:
     children = list(flat.children)
-    for at, child in enumerate(children):
+    for position, child in enumerate(children):
         kind = type(child)
         inner = None if is_leaf_type(kind) or id(child) in whole else flatten_one_level(child, "", namespace, 0)
         if inner is None:
-            children[at] = next(leaves)
+            children[position] = next(leaves)
         elif inner.has_only_leaves():
-            children[at] = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
+            children[position] = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
         else:
-            children[at] = _replace(child, inner, leaves, namespace, whole)
+            children[position] = _replace(child, inner, leaves, namespace, whole)
     return rebuild_container(node, flat.keys, children, namespace)
 
 
@@ -437,8 +437,8 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
         return kind._make(children) if optree.is_namedtuple(node) else new_struct_sequence(kind, children)
-    if mapping_base(kind) is not None and (found := mapping_state(node, "")) is not None:
-        return new_mapping(kind, found[1], keys, children)
+    if mapping_base(kind) is not None and (mapping := mapping_state(node, "")) is not None:
+        return new_mapping(kind, mapping[1], keys, children)
     return new_instance(kind, [str(key) for key in keys], children)
 
 
@@ -499,12 +499,12 @@ def update_metadata(
 
 def _saved_metadata(saved: Structure, rank: int) -> list[tuple[tuple[str, ...], ModuleMetadata]]:
     """Returns the keys, as text, and the metadata of each state dict of a structure that has any."""
-    found: list[tuple[tuple[str, ...], ModuleMetadata]] = []
+    with_metadata: list[tuple[tuple[str, ...], ModuleMetadata]] = []
     waiting: list[tuple[Structure, tuple[str, ...]]] = [(saved, ())]
     while waiting:
         node, keys = waiting.pop()
         if isinstance(node, OrderedDictNode) and node.attributes is not None and node.attributes.metadata is not None:
-            found.append((keys, node.attributes.metadata))
+            with_metadata.append((keys, node.attributes.metadata))
         if node is None or node.children.count(None) == len(node.children):
             continue
         if isinstance(node, PerRankNode):
@@ -515,7 +515,7 @@ def _saved_metadata(saved: Structure, rank: int) -> list[tuple[tuple[str, ...], 
             # most containers are moments of one parameter, which hold leaves only
             if child is not None and (isinstance(child, OrderedDictNode) or any(c is not None for c in child.children)):
                 waiting.append((child, (*keys, key_text(key))))
-    return found
+    return with_metadata
 
 
 class _Updater:
@@ -543,28 +543,28 @@ class _Updater:
         if type(old) is PerRank:
             steps = ["~rank*"]
         children, changed = list(flat.children), list[int]()
-        for at, (step, child, new_child) in enumerate(zip(steps, flat.children, other.children, strict=True)):
+        for number, (step, child, new_child) in enumerate(zip(steps, flat.children, other.children, strict=True)):
             if child is not new_child:
                 leaf, below = is_leaf_type(type(new_child)), prefix + step
-                children[at] = new_child if leaf else self.update(child, new_child, below, below + "/")
-                if children[at] is not child:
-                    changed.append(at)
+                children[number] = new_child if leaf else self.update(child, new_child, below, below + "/")
+                if children[number] is not child:
+                    changed.append(number)
         if not changed:
             return old
         foreign = mapping_base(type(old)) is not None and registry_entry(type(old), self._namespace) is None
-        known = [flat.keys[at] for at in changed], [flat.children[at] for at in changed]
+        known = [flat.keys[number] for number in changed], [flat.children[number] for number in changed]
         if foreign or isinstance(old, _MUTABLE) or _is_frozen(old) is False or _are_attributes(old, *known):
-            for at in changed if not self._dry else ():
+            for number in changed if not self._dry else ():
                 if foreign:
-                    set_item(old, flat.keys[at], children[at])
+                    set_item(old, flat.keys[number], children[number])
                 elif isinstance(old, _MUTABLE):
-                    old[flat.keys[at]] = children[at]  # pyright: ignore[reportCallIssue, reportArgumentType]
+                    old[flat.keys[number]] = children[number]  # pyright: ignore[reportCallIssue, reportArgumentType]
                 else:
-                    setattr(old, str(flat.keys[at]), children[at])
+                    setattr(old, str(flat.keys[number]), children[number])
             return old
         if self._is_replaceable(old):
             return rebuild_container(old, flat.keys, children, self._namespace)
-        self.stuck.extend((prefix + steps[at], children[at]) for at in changed)
+        self.stuck.extend((prefix + steps[number], children[number]) for number in changed)
         return old
 
     def _replace_content(self, old: Any, new: Any) -> Any:

@@ -221,15 +221,15 @@ def _sort_by_packed_keys(ids: np.ndarray, power: int, execute: Executor) -> tupl
     starts = np.append(np.searchsorted(packed, borders), len(ids))
     if ascending:
         return None, starts, False
-    at = _equal_neighbours(packed, bits)
-    if left_out and len(at) > len(ids) // 32:
+    ties = _equal_neighbours(packed, bits)
+    if left_out and len(ties) > len(ids) // 32:
         order = np.argsort(_sort_keys(ids, power, width), kind="stable")
         return order, starts, _has_duplicates(ids, order)
     execute([partial(np.bitwise_and, part, np.uint64((1 << bits) - 1), part) for part in _split(packed)])
     order = packed.view(np.int64)
-    some = order[at]
-    order[at] = some[np.argsort(_sort_keys(ids[some], power, width), kind="stable")]
-    return order, starts, _has_duplicates(ids, order[at])
+    some = order[ties]
+    order[ties] = some[np.argsort(_sort_keys(ids[some], power, width), kind="stable")]
+    return order, starts, _has_duplicates(ids, order[ties])
 
 
 def _split(array: np.ndarray) -> list[np.ndarray]:
@@ -297,8 +297,8 @@ def _drop_duplicates(taken: np.ndarray, keep: Keep | None, path: str) -> np.ndar
             found=f"{len(repeated)} ids more than once: {', '.join(map(str, repeated[:5].tolist()))}{more}",
             hint="Pass keep='first' or keep='last' to KeyedTable",
         )
-    one = np.ones(1, bool)
-    return np.concatenate([one, ~same]) if keep == "first" else np.concatenate([~same, one])
+    kept = np.ones(1, bool)
+    return np.concatenate([kept, ~same]) if keep == "first" else np.concatenate([~same, kept])
 
 
 class HashTable(Protocol):

@@ -93,13 +93,13 @@ def compare_leaves(
     return LeafDifferences(missing, unexpected, common=common)
 
 
-def check_same(found: LeafDifferences, strict: Strict) -> None:
+def check_same(differences: LeafDifferences, strict: Strict) -> None:
     """Refuses leaves that are only wanted, or only saved, by a MismatchError that names some of them.
 
     Args:
         strict: False refuses only that not one leaf is in both, "missing" only what is missing.
     """
-    refused = found.refused(strict)
+    refused = differences.refused(strict)
     if not refused.paths:
         return
     if not strict:
@@ -119,17 +119,18 @@ def check_same(found: LeafDifferences, strict: Strict) -> None:
     )
 
 
-def disjoint(found: LeafDifferences, hint: str = "") -> MismatchError:
+def disjoint(differences: LeafDifferences, hint: str = "") -> MismatchError:
     """Returns the error where nothing would be loaded, as no leaf is both wanted and saved.
 
     Args:
         hint: what to do where no prefix makes the names alike.
     """
+    missing, unexpected = differences.missing, differences.unexpected
     return MismatchError(
-        found.missing[0],
+        missing[0],
         expected="one leaf at least that is both wanted and in the checkpoint, also with strict=False",
-        found=f"{some_of('missing in the checkpoint', found.missing)}; {some_of('not asked for', found.unexpected)}",
-        hint=rename_hint(found.missing, found.unexpected)
+        found=f"{some_of('missing in the checkpoint', missing)}; {some_of('not asked for', unexpected)}",
+        hint=rename_hint(missing, unexpected)
         or hint
         or "Give a tree with the outer keys of the saved one, as {'model': ...}, or rename={...}",
     )
@@ -184,18 +185,18 @@ class SequenceReplacement(msgspec.Struct, frozen=True):
         Raises:
             MismatchError: a deque of the target is too short for it.
         """
-        found: Any = unflatten(self.saved, leaves, resolve=resolve, namespace=namespace)
+        content: Any = unflatten(self.saved, leaves, resolve=resolve, namespace=namespace)
         if isinstance(self.here, collections.deque):
-            if self.here.maxlen is not None and len(found) > self.here.maxlen:
+            if self.here.maxlen is not None and len(content) > self.here.maxlen:
                 raise MismatchError(
                     self.path,
                     expected=f"at most {self.here.maxlen} items, as the deque has room for",
-                    found=f"{len(found)} in the checkpoint",
+                    found=f"{len(content)} in the checkpoint",
                     hint="Make the deque with a larger maxlen",
                 )
-            return collections.deque(found, self.here.maxlen)
+            return collections.deque(content, self.here.maxlen)
         kind = type(self.here)
-        return kind._make(found) if hasattr(kind, "_make") else kind(found)
+        return kind._make(content) if hasattr(kind, "_make") else kind(content)
 
 
 def differing_sequences(
@@ -215,7 +216,7 @@ def differing_sequences(
         is_saved_value: returns whether a value was saved at a path (with `~rank*`), and is requested.
         source_rank: the rank whose subtrees of the saved structure are used under `PerRank`.
     """
-    found: dict[str, SequenceReplacement] = {}
+    replaced: dict[str, SequenceReplacement] = {}
     equal: list[SequenceReplacement] = []
 
     def walk(here: Any, node: Structure, path: str, prefix: str) -> bool:
@@ -239,20 +240,20 @@ def differing_sequences(
                 same = same and fits
         if not isinstance(here, (list, tuple, collections.deque)) or not isinstance(node, _SEQUENCES):
             return same
-        one = SequenceReplacement(path, here, node)
+        sequence = SequenceReplacement(path, here, node)
         if same:
-            equal.append(one)
+            equal.append(sequence)
         elif hasattr(here, "_fields") and set(texts) != children.keys():
             return False
         elif all(is_value(leaf) for _, leaf in flatten(here, rank=rank, namespace=namespace)[1]) and all(
-            map(is_saved_value, one.paths)
+            map(is_saved_value, sequence.paths)
         ):
-            found[path] = one
+            replaced[path] = sequence
             return True
         return same
 
     walk(tree, saved, "", "")
     # an object at two places is replaced at both
-    ids = {id(one.here) for one in found.values()}
-    found.update((one.path, one) for one in equal if id(one.here) in ids)
-    return found
+    ids = {id(sequence.here) for sequence in replaced.values()}
+    replaced.update((sequence.path, sequence) for sequence in equal if id(sequence.here) in ids)
+    return replaced

@@ -99,9 +99,9 @@ def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> No
     texts = [key_text(key, path) for key in keys_of(a, path)]
     others = dict(zip((key_text(key, path) for key in keys_of(b, path)), b.children, strict=True))
     children = list(a.children)
-    for at, text in enumerate(texts):
+    for position, text in enumerate(texts):
         if text in others:
-            children[at] = _merge(children[at], others[text], f"{path}/{text}" if path else text, rule)
+            children[position] = _merge(children[position], others[text], f"{path}/{text}" if path else text, rule)
     known = set(texts)
     added = [(key, child) for key, (text, child) in zip(b.keys, others.items(), strict=True) if text not in known]
     keys = (*a.keys, *(key for key, _ in added))
@@ -138,20 +138,15 @@ def _node_name(node: Structure) -> str:
 
 def with_ranks(structure: Structure, ranks: Runs) -> Structure:
     """Returns the structure if all of `ranks` have the same one: each `PerRank` node gets these ranks."""
-
-    return _with_ranks(structure, ranks)
-
-
-def _with_ranks(node: Structure, ranks: Runs) -> Structure:
-    if node is None:
+    if structure is None:
         return None
-    children = list(node.children)
-    for at, child in enumerate(children):
+    children = list(structure.children)
+    for position, child in enumerate(children):
         # nodes of leaves only do not change, and are the most common ones: no call for them
         if isinstance(child, PerRankNode) or (child is not None and child.children.count(None) < len(child.children)):
-            children[at] = _with_ranks(child, ranks)
-    if isinstance(node, PerRankNode):
+            children[position] = with_ranks(child, ranks)
+    if isinstance(structure, PerRankNode):
         return PerRankNode((ranks,), tuple(children))
     # most trees hold no `PerRank`, and then no node is replaced
-    same = all(child is old for child, old in zip(children, node.children, strict=True))
-    return node if same else msgspec.structs.replace(node, children=tuple(children))
+    same = all(child is old for child, old in zip(children, structure.children, strict=True))
+    return structure if same else msgspec.structs.replace(structure, children=tuple(children))

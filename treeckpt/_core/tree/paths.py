@@ -3,6 +3,9 @@
 A glob means the paths that it matches or equals, and all paths below a path that it equals.
 """
 
+# Paths are given in many forms, and their keys are of any type.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import difflib
@@ -78,8 +81,8 @@ def _step(key: object, where: str) -> str:
 
 
 def _key_of(step: str, text: str) -> object:
-    if found := _RANK.fullmatch(step):
-        return PerRank(... if found[1] == "*" else int(found[1]))
+    if rank := _RANK.fullmatch(step):
+        return PerRank(... if rank[1] == "*" else int(rank[1]))
     try:
         key = _Parser(step).key(0)
         if key_text(key) == step:  # one key has one text
@@ -174,10 +177,10 @@ class Globs:
 
 def _ancestors(path: str) -> Iterator[str]:
     """Yields the paths of the containers above a path."""
-    at = path.find("/")
-    while at >= 0:
-        yield path[:at]
-        at = path.find("/", at + 1)
+    slash = path.find("/")
+    while slash >= 0:
+        yield path[:slash]
+        slash = path.find("/", slash + 1)
 
 
 @lru_cache(maxsize=64)
@@ -239,23 +242,23 @@ def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
     return tuple([one if isinstance(one, str) else _path_of(one, what) for one in several])
 
 
-def _is_key(one: object) -> bool:
+def _is_key(element: object) -> bool:
     """Whether an element of a tuple is a key of a path, and neither a glob nor a path."""
-    return not isinstance(one, (str, PyTreeAccessor, re.Pattern))
+    return not isinstance(element, (str, PyTreeAccessor, re.Pattern))
 
 
-def _path_of(one: Any, what: str) -> str:
+def _path_of(path: Any, what: str) -> str:
     """Returns the text of a path that is given as keys."""
-    if isinstance(one, PyTreeAccessor):
+    if isinstance(path, PyTreeAccessor):
         # fields have their names in paths, positions in optree
-        one = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in one)
-    keys: Any = (one,) if isinstance(one, int) and not isinstance(one, bool) else one
+        path = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in path)
+    keys: Any = (path,) if isinstance(path, int) and not isinstance(path, bool) else path
     if not isinstance(keys, tuple):
-        raise _no_glob(one, what)
+        raise _no_glob(path, what)
     try:
         return path_text(keys)
     except TreeError as error:
-        raise _no_glob(one, what) from error
+        raise _no_glob(path, what) from error
 
 
 def _no_glob(given: object, what: str) -> MismatchError:

@@ -84,17 +84,17 @@ class ArraySpec(msgspec.Struct, frozen=True, omit_defaults=True):
 def _checked_order(order: Iterable[SupportsIndex], ndim: int) -> tuple[int, ...] | None:
     """Returns an order of dimensions; None for C order."""
     try:
-        found = tuple(operator.index(d) for d in order)
+        dims = tuple(operator.index(d) for d in order)
     except TypeError:
-        found = None
-    if found is None or sorted(found) != list(range(ndim)):
+        dims = None
+    if dims is None or sorted(dims) != list(range(ndim)):
         raise MismatchError(
             "order",
             expected=f"each of the {ndim} dimensions once, from the outermost to the innermost in memory",
             found=f"{order!r:.60}",
             hint="(1, 0) is a matrix by columns, (0, 2, 3, 1) channels_last; None is C order",
         )
-    return found if found != tuple(range(ndim)) else None
+    return dims if dims != tuple(range(ndim)) else None
 
 
 class TableSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -330,12 +330,12 @@ class KeyTextCache:
             return ["~rank*" if own else key_text(key, path) for key in keys_of(node, path)]
         # 1, 1.0 and True are one key in a dict but not one text; a str never equals a key of another type
         cached = len(node.keys) <= _MAX_CACHED_KEYS and set(map(type, node.keys)) == {str}
-        found = self._known.get(node.keys) if cached else None
-        if found is None:
-            found = [key_text(key, path) for key in keys_of(node, path)]
+        texts = self._known.get(node.keys) if cached else None
+        if texts is None:
+            texts = [key_text(key, path) for key in keys_of(node, path)]
             if cached:
-                self._known[node.keys] = found
-        return found
+                self._known[node.keys] = texts
+        return texts
 
 
 def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
@@ -344,13 +344,13 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     Raises:
         FormatError: a structure that no tree has, is too deep, or has too long paths.
     """
-    found: list[tuple[str, Runs | None]] = []
+    paths: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTextCache(), 0
     opened: list[Iterator[tuple[str, Structure, Runs | None]]] = [iter([("", structure, None)])]
     while opened:
         for path, node, ranks in opened[-1]:
             if node is None:
-                found.append((path, ranks))
+                paths.append((path, ranks))
                 continue
             children = node.children
             nchars += extra_path_chars(path, len(children))
@@ -370,10 +370,10 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
             if children.count(None) != len(children):
                 opened.append(zip(below, children, repeat(ranks)))
                 break
-            found.extend([(leaf, ranks) for leaf in below])
+            paths.extend([(leaf, ranks) for leaf in below])
         else:
             opened.pop()
-    return found
+    return paths
 
 
 def extra_path_chars(path: str, count: int) -> int:
@@ -498,9 +498,9 @@ def expand_shared_subtrees(structure: Structure, shared: tuple[Structure, ...], 
                 raise FormatError(name, expected="one of the shared subtrees", found=f"{number!r:.80}")
             return shared[number]
         children = list(node.children)
-        for at, child in enumerate(children):
+        for position, child in enumerate(children):
             if child is not None:
-                children[at] = full(child)
+                children[position] = full(child)
         made = tuple(children)
         return node if made == node.children else msgspec.structs.replace(node, children=made)
 

@@ -81,8 +81,8 @@ def tensors_as_leaves(structure: Structure) -> tuple[Structure, dict[str, Tensor
         if node is None or isinstance(node, TensorNode):
             return None
         children = list(node.children)
-        for at, child in enumerate(children):
-            children[at] = lowered(child)
+        for position, child in enumerate(children):
+            children[position] = lowered(child)
         return msgspec.structs.replace(node, children=tuple(children))
 
     found = {path: node for node, path, _ in containers_of(structure) if isinstance(node, TensorNode)}

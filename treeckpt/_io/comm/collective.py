@@ -44,7 +44,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     common: bool = False
     """Found by the coordinator for all ranks: no single rank has failed."""
     errno: int = 0
-    """Of the error of the operating system for which a `StoreError` was raised; 0 without one."""
+    """The number of the system's error for which a `StoreError` was raised; 0 without one."""
 
 
 def to_fault(error: BaseException, rank: int, *, common: bool = False) -> Fault:

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ...errors import MismatchError, RankError, TreeckptError
+from ..process import OwnProcess
 from .message_store import (
     ThreadMessageStore,
     TorchMessageStore,
@@ -66,7 +67,7 @@ class CommState:
     joined: bool = False
     """Whether this rank has joined a round, of this comm or of one that has it as base, and not noted its end since."""
     failed_at: float = -math.inf
-    """When the last round was abandoned here, or ended without a rank, on the monotonic clock."""
+    """The moment at which the last round was abandoned here, or ended without a rank, on the monotonic clock."""
     unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
     """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
     posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
@@ -307,15 +308,15 @@ class TorchComm:
         self.state = CommState()
         self.common = TorchMessageStore(store, prefix, limit=timeout)
         self._leader_stores: dict[int, MessageStore] = {}
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock, self._owner = threading.RLock(), OwnProcess()
 
     def _check_owner(self) -> None:
         """Refuses a process that was forked from the rank's process: both would use one connection."""
-        if os.getpid() != self._owner:
+        if not self._owner.is_this:
             raise RankError(
                 "comm",
                 ranks={self.rank: f"process {os.getpid()} was forked from it"},
-                expected=f"a call in process {self._owner}, which is rank {self.rank}",
+                expected=f"a call in process {self._owner.pid}, which is rank {self.rank}",
                 hint='In a forked child pass comm="alone"',
             )
 
@@ -328,7 +329,7 @@ class TorchComm:
         return self.common.wait(keys, timeout)
 
     def drop(self, keys: Sequence[str]) -> None:
-        if os.getpid() == self._owner:
+        if self._owner.is_this:
             self.common.drop(keys)
 
     def leader_store(self, leader: int) -> MessageStore:
@@ -362,13 +363,13 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank 
     else:
         candidates = [_rank_of_jax(), torchrun, _rank_of_slurm(variables)]
         candidates += [_rank_in(variables, *names) for names in _MPI]
-    return next((found for found in candidates if found is not None and found.size > 1), None)
+    return next((launched for launched in candidates if launched is not None and launched.size > 1), None)
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
     """Returns this process's number among those that a launcher has started on this host; None where none says so."""
     variables = os.environ if environment is None else environment
-    return next((found for names in _LOCAL if (found := _rank_in(variables, *names)) is not None), None)
+    return next((launched for names in _LOCAL if (launched := _rank_in(variables, *names)) is not None), None)
 
 
 def _rank_of_slurm(variables: Mapping[str, str]) -> LaunchedRank | None:
@@ -561,7 +562,7 @@ class _StoreComms:
 
 
 _COMMS: dict[int, _StoreComms] = {}
-"""By the id of the default process group's Store. The group itself is a global of torch."""
+"""The comms of each default process group, by the id of its Store. The group itself is a global of torch."""
 
 
 def _default_store_comms() -> _StoreComms:

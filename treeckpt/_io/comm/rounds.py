@@ -100,7 +100,7 @@ class _RoundState(msgspec.Struct, array_like=True):
     """Rank 0's state of the rounds, as it is in the message store."""
 
     number: int = 0
-    """Of the round that was opened last."""
+    """The number of the round that was opened last."""
     topic: str = ""
     closed: _ClosedRound | None = None
 
@@ -373,11 +373,11 @@ class Round:
             known: why they have abandoned this round; by default it is looked for in those since the last that ended.
         """
         earlier = range(max(self._comm.state.ended + 1, self._number - KEPT_NOTES), self._number)
-        found = dict(known or {}) or (reasons_of(self._comm, earlier, ranks) if self._is_retry else {})
+        reasons = dict(known or {}) or (reasons_of(self._comm, earlier, ranks) if self._is_retry else {})
         now = time.monotonic()
         return {
             rank: f"{why}, and has not called again for {RETURN_TIMEOUT:g} s"
-            for rank, why in found.items()
+            for rank, why in reasons.items()
             if now - self._noted_at.setdefault(rank, now) > RETURN_TIMEOUT
         }
 

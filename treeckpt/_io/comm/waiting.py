@@ -234,12 +234,12 @@ def is_abandoned(comm: Comm, number: int) -> bool:
 
 def reasons_of(comm: Comm, numbers: Iterable[int], ranks: Iterable[int]) -> dict[int, str]:
     """Returns which of these ranks have abandoned one of these rounds, and why."""
-    ranks, found = list(ranks), dict[int, str]()
+    ranks, known = list(ranks), dict[int, str]()
     for number in numbers:
         if is_abandoned(comm, number):
             reasons = comm.wait([_why_key(number, rank) for rank in ranks], 0)
-            found |= {rank: why.decode() for rank, why in zip(ranks, reasons, strict=True) if why is not None}
-    return found
+            known |= {rank: why.decode() for rank, why in zip(ranks, reasons, strict=True) if why is not None}
+    return known
 
 
 def note_end(comm: Comm, limit: float = _POST_LIMIT) -> None:

@@ -38,7 +38,7 @@ class ObjectListing(msgspec.Struct, frozen=True):
     """The direct children of a prefix."""
 
     files: dict[str, DirectoryEntry]
-    """By key."""
+    """The objects, by key."""
     folders: list[str]
     """Keys that are prefixes of further keys."""
 
@@ -51,9 +51,9 @@ class ObjectBucket(Protocol):
     """
 
     url: str
-    """Of the root, without a slash at the end."""
+    """The URL of the root, without a slash at the end."""
     options: dict[str, Any]
-    """With which it was opened."""
+    """The options with which it was opened."""
     shared: bool
     """Whether another process that opens the same URL sees the same objects."""
     atomic: bool

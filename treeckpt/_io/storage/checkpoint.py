@@ -39,9 +39,9 @@ class KnownIndex(msgspec.Struct, frozen=True):
     """An index that was read a moment ago."""
 
     url: str
-    """Of the checkpoint."""
+    """The URL of the checkpoint."""
     data: bytes
-    """As it is stored."""
+    """The bytes of the index as it is stored."""
     index: Index
 
 
@@ -173,9 +173,9 @@ def read_sidecar(store: Store, index: Index, name: str) -> bytes:
         MismatchError: the checkpoint has none of that name.
         CorruptError: it is missing, cut short, or differs from its checksum.
     """
-    sidecar = next((one for one in index.sidecars if one.name == name), None)
+    sidecar = next((listed for listed in index.sidecars if listed.name == name), None)
     if sidecar is None:
-        names = ", ".join(one.name for one in index.sidecars[:20]) or "none"
+        names = ", ".join(listed.name for listed in index.sidecars[:20]) or "none"
         raise MismatchError(f"{store.url}: {name}", expected="a file that was saved with it", found=f"files: {names}")
     stored = stored_name(index.save_id, name)
     url, data = f"{store.url}/{stored}", bytearray(sidecar.nbytes)
@@ -219,28 +219,28 @@ def rebuild_from_shards(
         raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
     if save_id in saves:
         saves = {save_id: saves[save_id]}
-    found: list[Index] = []
+    rebuilt: list[Index] = []
     errors: list[CheckpointError] = []
     for names in saves.values():
         try:
-            found.append(_rebuild(store, sorted(names), whole, on_read))
+            rebuilt.append(_rebuild(store, sorted(names), whole, on_read))
         except CheckpointError as error:
             errors.append(error)
-    if not found:
+    if not rebuilt:
         raise errors[0]
     if _index_content(store) != before:
         raise replaced_meanwhile(store)
-    return max(found, key=lambda index: index.created_ns)
+    return max(rebuilt, key=lambda index: index.created_ns)
 
 
 def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead | None) -> Index:
     sizes, done = store.sizes(), count(1)
 
     def read(name: str) -> tuple[int, ShardHeader]:
-        found = read_header(store, name, file_size=sizes.get(name))
+        header = read_header(store, name, file_size=sizes.get(name))
         if on_read is not None:
             on_read(next(done), len(names))
-        return found
+        return header
 
     headers = for_each(store, read, names)
     index = rebuild(headers, store.url)
@@ -265,7 +265,7 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
     return index
 
 
-HEADERS = 64 << 20
+HEADERS_NBYTES = 64 << 20
 """Bytes of headers that are requested at a time."""
 
 
@@ -326,7 +326,7 @@ class Checkpoint:
         headers = ArrivingHeaders(self, files, whole=whole)
         assert self.store.traits.far, "the caller has looked"
         with headers.named_errors():
-            self.store.fetch(headers.ranges, headers.take, memory=HEADERS)
+            self.store.fetch(headers.ranges, headers.take, memory=HEADERS_NBYTES)
 
     def checksums(self, file: File) -> Checksums:
         """The checksums of a shard's blocks; raises as `shard`."""
@@ -337,9 +337,9 @@ class Checkpoint:
 
     def with_index(self, index: Index) -> Checkpoint:
         """The same files under another index."""
-        found = copy.copy(self)
-        found.index = index
-        return found
+        other = copy.copy(self)
+        other.index = index
+        return other
 
     def own(self) -> Checkpoint:
         """Returns itself; raises FormatError for files of another program, which have no checksums of blocks."""
@@ -405,13 +405,13 @@ class ArrivingHeaders:
         Raises:
             CorruptError: as `Checkpoint.shard`.
         """
-        one, file, header = self._checkpoint, self._files[number], self._data[number]
+        checkpoint, file, header = self._checkpoint, self._files[number], self._data[number]
         header += data
         if len(header) < min(file.header, file.header if size is None else size):
             return None
-        size = one.sizes.get(file.name) if size is None else size
-        shard = open_shard(one.store, one.index, file, size, whole=self._whole, header=header)
-        return one.add_shard(shard, whole=self._whole)
+        size = checkpoint.sizes.get(file.name) if size is None else size
+        shard = open_shard(checkpoint.store, checkpoint.index, file, size, whole=self._whole, header=header)
+        return checkpoint.add_shard(shard, whole=self._whole)
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:

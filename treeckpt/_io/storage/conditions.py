@@ -31,7 +31,7 @@ _HINT = (
     "(AWS_CONDITIONAL_PUT=disabled on the command line): then the last of two saves to one path at the same moment wins"
 )
 _answers: dict[tuple[str, str, Condition], str | None] = {}
-"""By bucket, endpoint and condition: what is wrong, None if the condition is honoured."""
+"""What is wrong, None if the condition is honoured, by bucket, endpoint and condition."""
 
 
 def takes_conditions(url: str, options: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -61,8 +61,8 @@ def no_conditional_writes(url: str, condition: str, found: str) -> StoreError:
 def is_known(bucket: str, endpoint: str, condition: Condition) -> bool:
     """Whether the store's answer is known, raising StoreError if it does not honour the condition."""
     place = bucket, endpoint, condition
-    if found := _answers.get(place):
-        raise no_conditional_writes(bucket, condition, found)
+    if fault := _answers.get(place):
+        raise no_conditional_writes(bucket, condition, fault)
     return place in _answers
 
 
@@ -75,22 +75,22 @@ def find_out(bucket: str, endpoint: str, condition: Condition, put: Callable[[An
     Raises:
         StoreError: the condition is refused or ignored, or the store cannot be reached.
     """
-    found: str | None = "one that ignores them: it replaces an object that is there"
+    fault: str | None = "one that ignores them: it replaces an object that is there"
     try:
         put("create" if condition == "If-None-Match" else _NO_VERSION)
     except FileExistsError:
-        found = None
+        fault = None
     except StoreError as error:
         if not refuses_conditions(error):
             raise
-        found = f"one that refuses them: {error.found}"
-    _answers[bucket, endpoint, condition] = found
+        fault = f"one that refuses them: {error.found}"
+    _answers[bucket, endpoint, condition] = fault
     is_known(bucket, endpoint, condition)
 
 
 TIMEOUT = 120.0
 """Seconds without a byte, after which a request has failed."""
-CHANGED = 412
+CONDITION_FAILED = 412
 """The status of an answer to a request whose condition does not hold."""
 ANSWER_LIMIT = 64 << 10
 """Bytes of an answer that are read, at most."""
@@ -130,7 +130,7 @@ def delete_matching(url: str, version: str) -> bool:
         if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
             return False  # obstore may know the certificate
         raise AnswerError(f"HTTP error: connection: {error}") from error
-    if status == CHANGED:
+    if status == CONDITION_FAILED:
         raise FileExistsError(url)
     if status in (200, 202, 204, 404):
         return True

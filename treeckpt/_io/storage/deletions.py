@@ -31,9 +31,12 @@ it gets its name back by a link, which replaces nothing. The deletion decides by
 another save's or a pin stands, and the next save or clean-up gives it its name back (`restore_index`). It
 renames it first too: of a deletion that decides and a process that gives the name back only one succeeds.
 
-In an object store the index is deleted on condition that it is the version that was looked at, where the store knows
-that condition. A save that was stopped for so long publishes nothing: a clean-up deletes its temporary index before its
-shards, and the save looks for its shards in between.
+An object store does not rename. A deletion writes the index there to `deleted.<save id>.<id>.json` before it deletes
+`index.json`, on condition that it is the version that was looked at, where the store knows that condition. Who puts the
+index back publishes it as `index.json`, and then replaces the content of the other file by `DECIDED`, on condition that
+it is the version that was read. So does the deletion that decides, which then looks for `index.json` once more: only
+one succeeds, and the other gives up, or deletes what it has published. A save that was stopped for so long publishes
+nothing: a clean-up deletes its temporary index before its shards, and the save looks for its shards in between.
 
 *Leftovers* are the files that dead saves left. What may be removed is decided by `_inspect.deletion`. A save clears its
 path before it writes and, where the store has no conditional write, once more when it has ended: of two saves that end
@@ -64,7 +67,7 @@ from ..._core.format.files import (
     parse_progress_name,
     writer_tag,
 )
-from ..._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
 from ..._core.format.records import Index
 from ..._inspect.deletion import (
     CleanupTimes,
@@ -88,6 +91,8 @@ LOCK_WAIT_SECONDS = 60.0
 """Seconds that a save waits for locks."""
 FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
 """Seconds between looks at a lock that is waited for: twice as long each time."""
+DECIDED = b"{}"
+"""What a file holds in a store that renames no files, once the index that it held is not put back any more."""
 _SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
 
 
@@ -135,8 +140,8 @@ def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
             return read_lock(store, name)
         return None, False
 
-    found = for_each(store, read, locks) if locks else ()
-    return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
+    states = for_each(store, read, locks) if locks else ()
+    return {name: owner for name, (owner, held) in zip(locks, states, strict=True) if held}
 
 
 def sizes_and_locks(store: Store, own: str = "") -> tuple[dict[str, int], dict[str, Owner | None]]:
@@ -192,8 +197,8 @@ def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
 
 def legible_save_id(state: bytes | int | None) -> str | None:
     """Returns the save id in an index that may be damaged, None where it has none."""
-    found = _SAVE_ID.search(state) if isinstance(state, bytes) else None
-    return found[1].decode() if found else None
+    match = _SAVE_ID.search(state) if isinstance(state, bytes) else None
+    return match[1].decode() if match else None
 
 
 @contextlib.contextmanager
@@ -288,7 +293,7 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
         store.rename(INDEX_NAME, aside, replace=True)
         try:
             # another one, where this process was stopped for minutes
-            if holds is not None and not (isinstance(found := index_state(store, aside), bytes) and holds(found)):
+            if holds is not None and not (isinstance(content := index_state(store, aside), bytes) and holds(content)):
                 raise exists_error(store, INDEX_NAME)
         except BaseException:
             store.rename(aside, INDEX_NAME, replace=False)
@@ -305,8 +310,8 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
 def take_back_index(store: Store, save_id: str) -> None:
     """Takes back the index of a save that has published it, unless another save has replaced it."""
 
-    def holds(found: bytes) -> bool:
-        return legible_save_id(found) == save_id
+    def holds(content: bytes) -> bool:
+        return legible_save_id(content) == save_id
 
     with contextlib.suppress(FileNotFoundError, CheckpointExists):
         aside = deleted_name(save_id, secrets.token_hex(8))
@@ -332,8 +337,8 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
     gone = names_being_deleted()
-    found = folder.entries()
-    entries = {name: one for name, one in found.items() if (one.regular or one.link) and name not in gone}
+    listed = folder.entries()
+    entries = {name: entry for name, entry in listed.items() if (entry.regular or entry.link) and name not in gone}
     alive: dict[str, bool | None] = {}
     ended: set[str] = set()
     owned = [
@@ -455,8 +460,8 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
     now = time.time_ns()
     fact = _folder_fact(store, now)
     sizes = {file.name: file.nbytes for file in fact.files}
-    found = leftovers_of(fact, deletion_times(now))
-    return tuple(Leftover(name, sizes[name], why) for name, why in sorted(found.items()))
+    reasons = leftovers_of(fact, deletion_times(now))
+    return tuple(Leftover(name, sizes[name], why) for name, why in sorted(reasons.items()))
 
 
 def remove_leftovers(folder: Store, removal: Removal) -> str:
@@ -471,7 +476,7 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
             back = restore_index(folder)
             if saves and committed_save_id(folder) in saves:
                 return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"
-            decided = [] if back else _decide(folder, removal.files)
+            decided = [] if back else _decide_all(folder, removal.files)
             if decided is None:
                 return "another process goes on with its deletion, or undoes it"
             delete_files(folder, [*removal.files, *decided])
@@ -508,33 +513,76 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
 
 def restore_index(store: Store) -> bool:
     """Gives an index its name back, see `taken_index`; returns whether there was one."""
-    if not store.traits.renames or INDEX_NAME in (names := store.sizes()):
+    if not (store.traits.renames or store.traits.conditional) or INDEX_NAME in (names := store.sizes()):
         return False
-    if (found := taken_index(store, names)) is not None:
+    if (taken := taken_index(store, names)) is not None:
+        name, data = taken
         with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, was replaced, or is being deleted
-            own = deleted_name(found[0].split(".")[1], secrets.token_hex(8))
-            store.rename(found[0], own, replace=True)
-            store.rename(own, INDEX_NAME, replace=False)
-            return True
+            if store.traits.renames:
+                own = deleted_name(name.split(".")[1], secrets.token_hex(8))
+                store.rename(name, own, replace=True)
+                store.rename(own, INDEX_NAME, replace=False)
+                return True
+            # published before the decision: a kill in between leaves it in both places, and the deletion looks for it
+            store.publish(INDEX_NAME, data, replace=False)
+            if _take_content(store, name) is not None:
+                store.delete(name)
+                return True
+            # where the other file is gone, a clean-up has found the index back, or all shards are gone too
+            shards, names = {file.name for file in decode_index(data).file_list}, store.sizes()
+            if name not in names and shards <= names.keys():
+                return True
+            take_index(store, name, holds=lambda found: found == data)
     return False
 
 
-def _decide(store: Store, names: Iterable[str]) -> list[str] | None:
-    """Renames each index among these files that was taken away, so that nobody puts it back.
+def decide_deletion(store: Store, aside: str, mark: str) -> bool:
+    """Decides that an index that `take_index` has taken away stays away; from then on nobody puts it back.
+
+    Args:
+        mark: the name that the file `aside` gets, in a store that renames files.
 
     Returns:
-        The new names; None if another process was faster to rename one.
+        False where another process has put it back, or was faster to decide.
+    """
+    if store.traits.renames:
+        try:
+            store.rename(aside, mark, replace=True)
+        except FileNotFoundError:
+            return False
+    elif store.traits.conditional:
+        if (data := _take_content(store, aside)) is None:
+            return store.entry(INDEX_NAME) is None
+        with contextlib.suppress(CheckpointExists, FileNotFoundError):  # of a process that was killed putting it back
+            take_index(store, aside, holds=lambda found: found == data)
+    return True
+
+
+def _take_content(store: Store, name: str) -> bytes | None:
+    """Replaces the index in a file of a `conditional` store by `DECIDED`; returns it, None if another process has."""
+    with contextlib.suppress(CheckpointExists, FileNotFoundError):
+        data, version = store.read_version(name, limit=MAX_INDEX)
+        if data != DECIDED:
+            store.publish(name, DECIDED, replace=version)
+            return data
+    return None
+
+
+def _decide_all(store: Store, names: Iterable[str]) -> list[str] | None:
+    """Decides the deletion of each index among these files that was taken away.
+
+    Returns:
+        The names that the files have now; None if another process was faster.
     """
     decided: list[str] = []
-    if not store.traits.renames:
+    taken = list(filter(is_undecided, names))
+    if taken and INDEX_NAME in store.sizes():  # it is back, or its deletion was killed before it took it
         return decided
-    try:
-        for name in filter(is_undecided, names):
-            decided.append(deleted_name(name.split(".")[1]))
-            store.rename(name, decided[-1], replace=True)
-    except FileNotFoundError:
-        return None
-    return decided
+    for name in taken:
+        decided.append(deleted_name(name.split(".")[1]))
+        if not decide_deletion(store, name, decided[-1]):
+            return None
+    return decided if store.traits.renames else []
 
 
 def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
@@ -547,6 +595,6 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
     if not _has_other_saves(names, known):
         return
     with contextlib.suppress(Exception):
-        found = plan_removal(store, time.time_ns())
-        if isinstance(found, Removal):
-            remove_leftovers(store, msgspec.structs.replace(found, directory=False))
+        removal = plan_removal(store, time.time_ns())
+        if isinstance(removal, Removal):
+            remove_leftovers(store, msgspec.structs.replace(removal, directory=False))

@@ -76,27 +76,30 @@ def names_text(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def format_at(path: Path) -> tuple[str | None, list[str] | None]:
+    """Returns the format of a local file or directory, None for no known one, and the names in a directory.
+
+    Raises:
+        StoreError: it could not be read, so that this is not known.
+    """
+    try:
+        names = os.listdir(path) if path.is_dir() else None
+        return format_of_head(path.name, read_head(path, HEAD)) if names is None else format_of_names(names), names
+    except (ValueError, CorruptError):  # what is wrong with the path is said where a checkpoint is expected
+        return None, None
+    except OSError as error:
+        if not shows_damage(error):
+            raise wrap_read_error(error, str(path)) from error
+        return None, None
+
+
 def describe_foreign(url: str) -> tuple[str, str] | None:
     """Describes another program's checkpoint at a local path: (what it is, how to load it); None if there is none.
 
     Raises:
         StoreError: it could not be read, so that this is not known.
     """
-    path = Path(url)
-    try:
-        if "://" in url:
-            return None
-        names = os.listdir(path) if path.is_dir() else None
-        if names is not None:
-            kind = format_of_names(names)
-        else:
-            kind = format_of_head(path.name, read_head(path, HEAD))
-    except CorruptError:
-        return None
-    except OSError as error:
-        if not shows_damage(error):
-            raise wrap_read_error(error, url) from error
-        return None
+    kind, names = (None, None) if "://" in url else format_at(Path(url))
     if kind is None:
         return None
     if kind == "pickle":

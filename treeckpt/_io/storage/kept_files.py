@@ -13,9 +13,9 @@ protected), nor where the clocks of hosts differ by more than `LEASE`. The lease
 ended does not count.
 
 *Progress records*: while bytes are written a record is renewed, from `FIRST_RENEWAL_SECONDS` on, at most every
-`PROGRESS_PAUSE` seconds (`FAR_PROGRESS_PAUSE` in an object store), and in any case every `BEAT` seconds. An error in
-renewing it never makes the save fail. A save whose coordinator cannot write the first one fails: deletions would not
-see it, see `deletions`.
+`PROGRESS_PAUSE` seconds (`FAR_PROGRESS_PAUSE` in an object store), and in any case every `BEAT_SECONDS` seconds. An
+error in renewing it never makes the save fail. A save whose coordinator cannot write the first one fails: deletions
+would not see it, see `deletions`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ the clocks of hosts may differ by less."""
 DELETE_PAUSES = (0.0, 0.05, 0.2)
 """Seconds before each try to delete a file."""
 LATE_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each try after these, for which nobody waits."""
+"""Seconds before each further try, for which nobody waits."""
 MAX_CLAIM = 4096
 """Bytes of a lock or lease, at most."""
 
@@ -222,12 +222,12 @@ def read_claim(store: Store, name: str, *, damaged: bool | None) -> tuple[Owner 
 _log = logging.getLogger("treeckpt")
 LEASE = LAPSE
 """Seconds for which a lease is valid after it was renewed."""
-RENEW = 60.0
+RENEW_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> Iterator[bool]:
-    """Holds a lease while the body runs, renewed every `renew` seconds; gives False where none can be written.
+def hold_lease(folder: Store, *, ahead: bool = False) -> Iterator[bool]:
+    """Holds a lease while the body runs, renewed every `RENEW_SECONDS` seconds; gives False where none can be written.
 
     Args:
         ahead: in an object store the body begins while the lease is being written, for a reader that has read the index
@@ -244,7 +244,7 @@ def hold_lease(folder: Store, *, renew: float = RENEW, ahead: bool = False) -> I
         held = (far and ahead) or lease.try_write()
         if not held:
             lease.forget()
-        elif not lease.renew(renew, create=far and ahead) and lease.try_write():
+        elif not lease.renew(RENEW_SECONDS, create=far and ahead) and lease.try_write():
             _log.warning(
                 "%s: no thread can be started to renew the lease: a clean-up may delete this checkpoint after %g s",
                 folder.url,
@@ -281,7 +281,7 @@ PROGRESS_PAUSE = 0.25
 """Seconds between renewals."""
 FAR_PROGRESS_PAUSE = 5.0
 """Seconds between renewals where each one is a request that costs money."""
-BEAT = 15.0
+BEAT_SECONDS = 15.0
 """Seconds between renewals of a save that writes nothing new."""
 
 
@@ -294,8 +294,8 @@ def read_progress(store: Store, names: Iterable[str]) -> list[Progress]:
         return None
 
     records = for_each(store, read, [name for name in names if parse_progress_name(name) is not None])
-    found = [record for record in records if record is not None]
-    return sorted(found, key=lambda record: (record.started_ns, record.save_id, record.rank))
+    readable = [record for record in records if record is not None]
+    return sorted(readable, key=lambda record: (record.started_ns, record.save_id, record.rank))
 
 
 def read_record(store: Store, name: str) -> Progress | None:
@@ -340,7 +340,7 @@ class ProgressRecorder:
         self._pause = FAR_PROGRESS_PAUSE if store.traits.far else 0.0
         self._written_at = -FAR_PROGRESS_PAUSE
         self._last_ns, self._gap_ns = time.time_ns(), 0
-        """Of the last renewal, and the longest time between two."""
+        """The time of the last renewal, and the longest time between two."""
         # a store in this process's memory ends with the process
         self._is_first = first.rank == 0 and not store.traits.in_process
 
@@ -352,7 +352,7 @@ class ProgressRecorder:
         """
         if self._is_first:
             self._file.create(self._store.prepare)
-        self._file.renew(BEAT)
+        self._file.renew(BEAT_SECONDS)
 
     def check_condition(self, *, replaces: bool) -> None:
         """Finds out by the record whether an object store has the conditional writes by which the save is committed.

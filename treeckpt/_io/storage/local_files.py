@@ -43,6 +43,7 @@ import numpy as np
 
 from ...errors import CorruptError, StoreError
 from ..os_errors import shows_damage
+from ..process import OwnProcess
 from .memory import HUGE, PAGE_NBYTES, aligned_buffer
 
 try:
@@ -63,15 +64,15 @@ def read_at(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     """Fills buffers in order from a file; returns the bytes read, fewer than asked for at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, parts, offset)
-    found = 0
+    filled = 0
     with _seeking, io.FileIO(fd, closefd=False) as file:
         file.seek(offset)
         for part in parts:
             count = file.readinto(part) or 0
-            found += count
+            filled += count
             if count < len(part):
                 break
-    return found
+    return filled
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> int:
@@ -154,9 +155,9 @@ def _all_in_core(libc: Any, fd: int, low: int, length: int) -> bool:
         return False
     pages = np.zeros(-(-length // SYSTEM_PAGE), np.uint8)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
-    found = libc.mincore(address, length, pages.ctypes.data)
+    failed = libc.mincore(address, length, pages.ctypes.data)
     mapped.close()
-    return found == 0 and bool((pages & 1).all())
+    return failed == 0 and bool((pages & 1).all())
 
 
 _leases: Any = fcntl if hasattr(fcntl, "F_SETLEASE") else None
@@ -164,7 +165,7 @@ POPULATE_READ = 22
 """MADV_POPULATE_READ: makes pages present, or fails."""
 LEAST_MAPPED = 64 << 10
 """Bytes below which a copy is cheaper than a map."""
-LOCAL = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
+LEASED_FILE_SYSTEMS = {0xEF53, 0x58465342, 0xF2F52010, 0x9123683E, 0x01021994}
 """Magic numbers of ext4, XFS, F2FS, Btrfs and tmpfs: only this kernel changes their files, so its leases are enough."""
 
 
@@ -190,8 +191,8 @@ class MappedReader:
     def __init__(self, fd: int) -> None:
         self.fd, self._lock = fd, threading.RLock()
         self._holders: set[object] = set()
-        self._process = os.getpid()  # a lease belongs to the open file, which a forked child shares
-        self._able = _leases is not None and file_system(fd) in LOCAL
+        self._process = OwnProcess()  # a lease belongs to the open file, which a forked child shares
+        self._able = _leases is not None and file_system(fd) in LEASED_FILE_SYSTEMS
 
     def close(self) -> None:
         """Ends the creation of maps. The lease that guards open maps ends with the last of them."""
@@ -245,7 +246,7 @@ class MappedReader:
 
     def take(self, holder: object) -> bool:
         """Takes the lease on the file, which all open maps share; returns whether it is held."""
-        if not self._able or os.getpid() != self._process:
+        if not self._able or not self._process.is_this:
             return False
         with self._lock:
             if not self._able:
@@ -267,7 +268,7 @@ class MappedReader:
             return False
 
     def _release(self, holder: object) -> None:
-        if os.getpid() != self._process:
+        if not self._process.is_this:
             return  # a fork inside of the body: the lease is its parent's
         with self._lock:
             if holder not in self._holders:
@@ -281,11 +282,11 @@ class MappedReader:
 FOLLOW_LINKS = "TREECKPT_FOLLOW_LINKS"
 """The variable of the environment by which all stores of a process, and of those it starts, follow links."""
 DIRECT_IO_ALIGNMENT = 4096
-VECTORS = 256
+MAX_VECTORS = 256
 """Buffers that one call fills, at most."""
 MAX_OPEN_FILES = 128
 """Files of a directory that stay open, with two descriptors each; the usual limit of a process is 1,024."""
-DIRECT = 64 << 10
+MIN_DIRECT_NBYTES = 64 << 10
 """Bytes below which a read uses the page cache: the device would not be faster."""
 
 
@@ -414,7 +415,7 @@ class LocalReader:
             CorruptError: the file ends before.
             OSError: it cannot be read; with its name.
         """
-        cached = shared or len(out) < DIRECT or is_cached(self.fd, offset, len(out))
+        cached = shared or len(out) < MIN_DIRECT_NBYTES or is_cached(self.fd, offset, len(out))
         try:
             filled = 0 if cached else self._from_device(offset, out)
             self._copy(offset + filled, [out[filled:]], len(out) - filled)
@@ -452,7 +453,7 @@ class LocalReader:
         """Reads through the page cache."""
         rest, filled = deque(parts), 0
         while filled < nbytes:
-            count = read_at(self.fd, list(islice(rest, VECTORS)), offset + filled)
+            count = read_at(self.fd, list(islice(rest, MAX_VECTORS)), offset + filled)
             if count == 0:
                 raise too_short(str(self._path), offset, nbytes, filled)
             filled += count

@@ -52,7 +52,7 @@ from .local_files import (
 from .memory import PAGE_NBYTES, aligned_buffer
 from .requests_in_flight import RangeFetcher, RequestDepth
 from .store import (
-    TEXT,
+    TEXT_PART_NBYTES,
     Consume,
     DirectoryEntry,
     FileRange,
@@ -120,14 +120,14 @@ class LocalStore(Store):
             OSError: it could not be read this time.
         """
         try:
-            found = linked_file(self.directory / name, self._links()).lstat()  # takes no descriptor
+            state = linked_file(self.directory / name, self._links()).lstat()  # takes no descriptor
         except (CorruptError, StoreError):
             return None
         except OSError as error:
             if not shows_damage(error):
                 raise
             return None
-        return found if stat.S_ISREG(found.st_mode) else None
+        return state if stat.S_ISREG(state.st_mode) else None
 
     @property
     def url(self) -> str:
@@ -147,21 +147,21 @@ class LocalStore(Store):
 
     def scan(self) -> dict[str, DirectoryEntry]:
         """Returns all entries by name; raises OSError if they could not be read."""
-        found: dict[str, DirectoryEntry] = {}
+        listed: dict[str, DirectoryEntry] = {}
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # another process may be deleting
-                        found[entry.name] = self._entry(entry.name, entry.stat(follow_symlinks=False))
+                        listed[entry.name] = self._entry(entry.name, entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return found
+        return listed
 
-    def _entry(self, name: str, found: os.stat_result) -> DirectoryEntry:
-        link, modified_ns = stat.S_ISLNK(found.st_mode), found.st_mtime_ns
+    def _entry(self, name: str, state: os.stat_result) -> DirectoryEntry:
+        link, modified_ns = stat.S_ISLNK(state.st_mode), state.st_mtime_ns
         if link and (linked := self.linked_stat(name)) is not None:
-            found, modified_ns = linked, max(modified_ns, linked.st_mtime_ns)
-        return DirectoryEntry(found.st_size, modified_ns, found.st_ino, stat.S_ISREG(found.st_mode), link)
+            state, modified_ns = linked, max(modified_ns, linked.st_mtime_ns)
+        return DirectoryEntry(state.st_size, modified_ns, state.st_ino, stat.S_ISREG(state.st_mode), link)
 
     def entries(self) -> dict[str, DirectoryEntry]:
         """Returns all entries by name; raises StoreError if they could not be read."""
@@ -221,11 +221,11 @@ class LocalStore(Store):
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
             # read(n) allocates n bytes at once, and a sparse file takes none
-            parts, at = [file.read(min(size, TEXT) + 1)], 0
-            while size > TEXT and parts[-1]:
-                check_no_zeros(parts[-1], at, f"{self.url}/{name}")
-                at += len(parts[-1])
-                parts.append(file.read(TEXT))
+            parts, filled = [file.read(min(size, TEXT_PART_NBYTES) + 1)], 0
+            while size > TEXT_PART_NBYTES and parts[-1]:
+                check_no_zeros(parts[-1], filled, f"{self.url}/{name}")
+                filled += len(parts[-1])
+                parts.append(file.read(TEXT_PART_NBYTES))
         return b"".join(parts)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -364,21 +364,21 @@ class LocalRun(RunStore):
         Raises:
             StoreError: as `names`.
         """
-        found: dict[str, int | None] = {}
+        times: dict[str, int | None] = {}
 
         def is_listed(entry: os.DirEntry[str]) -> bool:
             try:
-                at = entry.stat()
+                state = entry.stat()
             except OSError as error:  # another process may be deleting, a link may lead nowhere
                 if not shows_damage(error):
                     raise
                 return False
-            listed = stat.S_ISDIR(at.st_mode) or self.is_checkpoint_file(entry, at)
-            found[entry.name] = at.st_mtime_ns
+            listed = stat.S_ISDIR(state.st_mode) or self.is_checkpoint_file(entry, state)
+            times[entry.name] = state.st_mtime_ns
             return listed
 
         names = self._names(lambda entry: not entry.name.startswith(".") and is_listed(entry))
-        return {name: found[name] for name in names}
+        return {name: times[name] for name in names}
 
     def is_checkpoint_file(self, entry: os.DirEntry[str], at: os.stat_result) -> bool:
         """Whether an entry that is no directory is listed as a checkpoint too."""
@@ -427,7 +427,7 @@ class DirectChoice:
     def __init__(self) -> None:
         self._begun = itertools.count(1)
         self._seconds: list[tuple[float, float]] = []
-        """Of each comparison, past and through the page cache."""
+        """The seconds of each comparison, past and through the page cache."""
         self.direct = True
 
     def read_into(self, reader: LocalReader, offset: int, out: memoryview) -> None:

@@ -22,7 +22,7 @@ SLAB = 64 << 20
 FIRST_SLAB = 64 << 10
 """Bytes of the first slab."""
 ALIGN = 64
-SENDING = 0.015
+SENDING_SECONDS = 0.015
 """Seconds in which the first requests are sent: each thread for one needs memory, and would wait for these pages."""
 _POPULATE_WRITE = 23
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -62,10 +62,10 @@ def populating(memories: Sequence[memoryview]) -> Iterator[threading.Event]:
     arrived = threading.Event()
 
     def run() -> None:
-        arrived.wait(SENDING)
+        arrived.wait(SENDING_SECONDS)
         for memory in memories:
-            for at in range(0, len(memory), HUGE):
-                if arrived.is_set() or not _populate(memory[at : at + HUGE]):
+            for start in range(0, len(memory), HUGE):
+                if arrived.is_set() or not _populate(memory[start : start + HUGE]):
                     return
 
     thread = start_thread(run, "treeckpt-populate") if sum(map(len, memories)) >= HUGE else None

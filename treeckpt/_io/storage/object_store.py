@@ -254,12 +254,12 @@ class ObjectStore(Store):
     def entries(self) -> dict[str, DirectoryEntry]:
         """Lists the direct children of the prefix, by name."""
         listing = self._bucket.list(self._prefix)
-        found = files_below(listing, self._prefix)
+        entries = files_below(listing, self._prefix)
         for key in listing.folders:
-            found.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
-        if not found and self._seen:
+            entries.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
+        if not entries and self._seen:
             self._check_empty()
-        return found
+        return entries
 
     def _check_empty(self) -> None:
         """Raises StoreError for an empty listing if an object that was read still exists."""
@@ -298,13 +298,13 @@ class ObjectStore(Store):
         step, filled = self.request_nbytes, 0
         lock = threading.RLock()
 
-        def put(number: int, at: int, data: memoryview, size: int | None) -> None:
+        def put(number: int, start: int, data: memoryview, size: int | None) -> None:
             nonlocal filled
-            copy_bytes(out[number * step + at :], data)
+            copy_bytes(out[number * step + start :], data)
             with lock:
                 filled += len(data)
 
-        ranges = [(name, offset + at, min(step, len(out) - at)) for at in range(0, len(out), step)]
+        ranges = [(name, offset + start, min(step, len(out) - start)) for start in range(0, len(out), step)]
         self._fetcher.run(ranges, put, memory=len(out))
         return filled
 
@@ -399,8 +399,8 @@ class ObjectRun(RunStore):
         return f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     def names(self) -> list[str]:
-        found = self._bucket.list(self._prefix).folders
-        names = (key[len(self._prefix) :].strip("/") for key in found if _is_below(key, self._prefix))
+        keys = self._bucket.list(self._prefix).folders
+        names = (key[len(self._prefix) :].strip("/") for key in keys if _is_below(key, self._prefix))
         return sorted(name for name in names if _is_plain(name) and not name.startswith("."))
 
     def folder(self, name: str) -> ObjectStore:

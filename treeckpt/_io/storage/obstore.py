@@ -24,12 +24,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from ..._threads import call_in_thread, start_unnamed_thread
 from ...errors import StoreError
+from ..process import OwnProcess
 from .bucket import ObjectListing, RangeResponse, missing_extra
 from .conditions import (
     AnswerError,
@@ -131,7 +132,7 @@ def check_instance(url: str, options: Mapping[str, Any], env: Mapping[str, str])
 def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of a profile in both files; those in credentials override those in config."""
     home = os.path.join(env.get("HOME", os.path.expanduser("~")), ".aws")
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for variable, file, section in (
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
@@ -142,8 +143,8 @@ def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
         except (configparser.Error, OSError, UnicodeError):
             continue
         if parser.has_section(section):
-            found.update(parser.items(section))
-    return found
+            settings.update(parser.items(section))
+    return settings
 
 
 def _boto3_provider(url: str, name: str) -> Any:
@@ -171,13 +172,14 @@ PIECE = 256 << 10
 RETRIES = 10
 """Retries of obstore itself, unless the option `retry_config` says another number."""
 UPLOAD_RETRIES = 100
-"""The same for a part of an upload, within three minutes: of many parts in flight some are refused many times."""
+"""Retries of obstore for a part of an upload, within three minutes: of many in flight some are refused many times."""
 UPLOAD_PAUSES = {"base": 4, "max_backoff": timedelta(seconds=4)}
 """Between tries of a part: the next pause is drawn up to `base` times the last one. By 2, which is obstore's own, they
 stay at 0.1 seconds, and many parts in flight keep a store busy with requests that it refuses."""
 TRIES = 3
+"""Tries of any other request here, each of which obstore repeats too."""
 DELETE_TRIES = 5
-"""Of a deletion on condition, which obstore does not repeat."""
+"""Tries of a deletion on condition, which obstore does not repeat."""
 PAUSE = 0.2
 """Seconds before the first retry here; then twice as long."""
 LISTING = 30.0
@@ -192,9 +194,13 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _WEB_PAGE = "a web page in its place"
-_users: dict[Literal["pid"], int] = {}
-"""The process that has used obstore first, of this one and those that it was forked from."""
 _HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def _first_user() -> OwnProcess:
+    """Returns the process that has used obstore first, of this one and those that it was forked from."""
+    return OwnProcess()
 
 
 class ObstoreBucket:
@@ -274,17 +280,17 @@ class ObstoreBucket:
         begin, seconds = time.monotonic(), LISTING
         children = partial(self._obstore.list_with_delimiter_async, self._store, prefix or None)
         try:
-            found = self._retry("list", prefix, lambda: _within(seconds, children))
+            listing = self._retry("list", prefix, lambda: _within(seconds, children))
         except TimeoutError:
             for _ in self.walk(prefix):  # raises where it never ends
                 pass
             seconds = 2 * (time.monotonic() - begin)  # as obstore collects all pages itself
-            found = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
+            listing = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
         self._window.expect(time.monotonic() - begin)
-        if not found["objects"] and not found["common_prefixes"]:
+        if not listing["objects"] and not listing["common_prefixes"]:
             look.result() if look is not None else self._check_empty_listing(prefix)
-        files = {meta["path"]: _entry(meta) for meta in found["objects"]}
-        return ObjectListing(files, list(found["common_prefixes"]))
+        files = {meta["path"]: _entry(meta) for meta in listing["objects"]}
+        return ObjectListing(files, list(listing["common_prefixes"]))
 
     def walk(self, prefix: str) -> Iterator[tuple[str, DirectoryEntry]]:
         last: str | None = None
@@ -421,10 +427,10 @@ class ObstoreBucket:
 
     def _check_present(self, key: str, replace: Literal[False] | VersionTag) -> None:
         """Raises FileExistsError unless the object is what a write is to replace; it may change afterwards."""
-        found: VersionTag = {}
+        present: VersionTag = {}
         with contextlib.suppress(FileNotFoundError):
-            found = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
-        if found.get("e_tag") != (replace or {}).get("e_tag"):
+            present = self._retry("look at", key, lambda: self._obstore.head(self._store, key))
+        if present.get("e_tag") != (replace or {}).get("e_tag"):
             raise FileExistsError(f"{self.url}/{key}")
 
     def check_condition(self, key: str, data: bytes, condition: Condition) -> None:
@@ -460,10 +466,10 @@ class ObstoreBucket:
             self._retry("write", key, put, unless=lambda: taken > 0)
         except (StoreError, FileNotFoundError):
             # a retried end of an upload whose first response was lost finds no upload
-            found = None
+            size = None
             with contextlib.suppress(StoreError, FileNotFoundError):
-                found = self.size(key) if taken >= nbytes else None
-            if found != nbytes:
+                size = self.size(key) if taken >= nbytes else None
+            if size != nbytes:
                 raise
 
     def delete(self, key: str) -> None:
@@ -521,12 +527,12 @@ class ObstoreBucket:
 
     def _check_process(self) -> None:
         """Raises StoreError in a fork of a process that has used obstore: its threads are not there, and calls hang."""
-        pid = _users.setdefault("pid", os.getpid())
-        if pid != os.getpid():
+        first = _first_user()
+        if not first.is_this:
             raise StoreError(
                 self.url,
                 expected="a process that was not forked after it had used an object store",
-                found=f"a fork of process {pid}",
+                found=f"a fork of process {first.pid}",
                 hint="Start such processes with spawn or forkserver: multiprocessing.get_context('spawn'), "
                 "DataLoader(..., multiprocessing_context='spawn')",
             )

@@ -23,7 +23,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _NO_ANSWER = "HTTP error"
 _THROTTLED = (429, 503)
 _OTHER_BYTES = re.compile(r"non-partial|answered with|Requested \d")
-"""Of errors about bytes that were not asked for."""
+"""What the text of an error about bytes that were not asked for has in it."""
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
@@ -81,8 +81,8 @@ _AGAIN = frozenset({"RequestTimeout", "OperationAborted", "IncompleteBody"})
 
 def code_of(error: BaseException | None) -> str:
     """Returns the code in the XML of an error's response; empty where there is none, as after a HEAD."""
-    found = re.search(r"<Code>([\w.]{1,80})</Code>", str(error).split("\n\nDebug source", 1)[0])
-    return found[1] if found else ""
+    match = re.search(r"<Code>([\w.]{1,80})</Code>", str(error).split("\n\nDebug source", 1)[0])
+    return match[1] if match else ""
 
 
 def has_advice(error: BaseException) -> bool:
@@ -101,8 +101,8 @@ def _advice(error: BaseException) -> str:
     if code.startswith("KMS."):
         return _KMS
     advice = _ADVICE.get(code, "")
-    found = re.search(r"<ServerTime>([^<]{8,40})</ServerTime>", text) if advice == _CLOCK else None
-    if found is not None and (there := _moment(found[1])) is not None:
+    match = re.search(r"<ServerTime>([^<]{8,40})</ServerTime>", text) if advice == _CLOCK else None
+    if match is not None and (there := _moment(match[1])) is not None:
         ahead = time.time() - there.timestamp()
         advice += f": it is {seconds_text(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} that of the store"
     return advice
@@ -112,17 +112,17 @@ def _moment(text: str) -> datetime | None:
     """Returns a time of S3, in one of its forms."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
-            found = parse(text)
+            moment = parse(text)
         except ValueError:
             continue
-        return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
     return None
 
 
 def status_of(error: BaseException | None) -> int | None:
     """Returns the HTTP status of an error of obstore; None where there was no answer."""
-    found = _STATUS.search(str(error).partition("\n")[0])
-    return int(found[1]) if found else None
+    match = _STATUS.search(str(error).partition("\n")[0])
+    return int(match[1]) if match else None
 
 
 def first_line(error: BaseException) -> str:

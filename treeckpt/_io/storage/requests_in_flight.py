@@ -42,15 +42,15 @@ fill the buffers of the sockets: two processors read 0.54 GB in 0.59 s with 32 a
 0.65 s and in 0.75 s."""
 MAX_REQUESTS = 192
 """Requests in flight, at most."""
-WINDOW = 0.25
+WINDOW_SECONDS = 0.25
 """Seconds over which a rate is measured, at least."""
-GAIN = 1.1
+MIN_RATE_GAIN = 1.1
 """Part by which the rate must rise for more requests in flight to stay."""
 ENOUGH_RATE_SHARE = 0.95
 """Part of the rate that fewer requests in flight must reach to be enough."""
 FEWEST = 8
 """Requests in flight below which none is tried to be saved."""
-CHANGED = 2.0
+RATE_CHANGE_FACTOR = 2.0
 """The depth is looked for again when the rate has risen or fallen by this factor since it was found."""
 
 
@@ -82,7 +82,7 @@ class RequestDepth:
         """Counts a request that succeeded at time `now`."""
         self._nbytes += nbytes
         self._ended += 1
-        if self._ended < self.depth or now - self._begin < WINDOW:
+        if self._ended < self.depth or now - self._begin < WINDOW_SECONDS:
             return
         rate = self._nbytes / (now - self._begin)
         self.restart(now)
@@ -95,9 +95,9 @@ class RequestDepth:
         """Changes the depth after a window with a rate."""
         before, best = self._known or (self.depth, 0.0)
         if self._trying == "none":
-            if not best / CHANGED < rate < best * CHANGED:
+            if not best / RATE_CHANGE_FACTOR < rate < best * RATE_CHANGE_FACTOR:
                 self._trying, self._known = "more", None
-        elif self._trying == "more" and rate >= best * GAIN:
+        elif self._trying == "more" and rate >= best * MIN_RATE_GAIN:
             self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
             if self.depth == self._known[0]:
@@ -119,7 +119,7 @@ class RequestDepth:
 
 MAX_PARTS_IN_FLIGHT = 128
 """Parts in flight, at most. obstore looks for parts that failed when so many have been started, and at the end."""
-LATE, LATE_SECONDS = 4.0, 1.0
+LATE_FACTOR, LATE_SECONDS = 4.0, 1.0
 """A part is late that takes so many times as long as the fastest of about its size, and so many seconds longer: it was
 refused, or parts in flight share a rate that far fewer would reach. To a store that takes 8 requests at a time, 128
 parts of 5 MiB take 15 s with half as many in flight after each late one, and 58 s with all of them."""
@@ -137,7 +137,7 @@ class _UploadPart:
     def __init__(self, window: UploadWindow) -> None:
         self._window, self._nbytes, self._pieces, self._whole = window, 0, 0, False
         self._sent = 0.0
-        """When all of it was taken."""
+        """The moment at which all of it was taken, on the monotonic clock."""
 
     def take(self, piece: np.ndarray) -> np.ndarray:
         with self._window.changed:
@@ -182,13 +182,13 @@ class UploadWindow:
         part, room = None, 0
         try:
             for block in blocks:
-                data, at = np.frombuffer(block, np.uint8), 0
-                while at < len(data):
+                data, taken = np.frombuffer(block, np.uint8), 0
+                while taken < len(data):
                     if part is None:
                         part, room = self._enter(), part_nbytes
-                    size = min(room, len(data) - at)
-                    at, room = at + size, room - size
-                    yield part.take(data[at - size : at])
+                    size = min(room, len(data) - taken)
+                    taken, room = taken + size, room - size
+                    yield part.take(data[taken - size : taken])
                     if not room:
                         part.close()
                         part = None
@@ -213,7 +213,7 @@ class UploadWindow:
         fastest = self._fastest[size] = min(self._fastest.get(size, seconds), seconds)
         self.in_flight -= 1
         self.depth.add(nbytes, now)
-        if seconds > max(LATE * fastest, fastest + LATE_SECONDS):
+        if seconds > max(LATE_FACTOR * fastest, fastest + LATE_SECONDS):
             self.depth.throttle(sent, now, least=FEWEST)
         self.changed.notify_all()
 
@@ -407,25 +407,25 @@ class _Run:
         self._reserved = 0
         if slow is None:
             return
-        for one in self._in_flight:
-            if one.hedged or now - one.started <= slow or self._hedged > self._done // HEDGED:
+        for request in self._in_flight:
+            if request.hedged or now - request.started <= slow or self._hedged > self._done // HEDGED:
                 continue
-            nbytes = self._held_by(one.number)
+            nbytes = self._held_by(request.number)
             if self._held + nbytes > self._memory:
                 self._reserved = nbytes
                 return
-            one.hedged = True
+            request.hedged = True
             self._hedged += 1
-            one.tries += 1
+            request.tries += 1
             self._held += nbytes
-            if start_thread(partial(self._try, one, 1), "treeckpt-hedge") is None:
-                one.tries -= 1
+            if start_thread(partial(self._try, request, 1), "treeckpt-hedge") is None:
+                request.tries -= 1
                 self._held -= nbytes
 
     def _work(self) -> None:
         """Fetches one range after the other while there is room."""
-        while (one := self._take()) is not None:
-            self._try(one, self._fetcher.tries)
+        while (request := self._take()) is not None:
+            self._try(request, self._fetcher.tries)
         with self._changed:
             self._workers -= 1
 
@@ -437,65 +437,65 @@ class _Run:
             if self._held and self._held + self._reserved + nbytes > self._memory:
                 return None
             self._held += nbytes
-            one = _InFlight(self._left.popleft(), time.monotonic())
-            self._in_flight.append(one)
-            return one
+            request = _InFlight(self._left.popleft(), time.monotonic())
+            self._in_flight.append(request)
+            return request
 
-    def _try(self, one: _InFlight, tries: int) -> None:
+    def _try(self, request: _InFlight, tries: int) -> None:
         """Fetches a range, from where its consumed bytes end, with retries; then frees its memory."""
         begin = time.monotonic()
         while True:
             started = time.monotonic()
             try:
-                self._stream(one)
+                self._stream(request)
                 break
             except Exception as error:
                 tries -= 1
-                pause = self._pause_after(error, one, tries, started, begin)
+                pause = self._pause_after(error, request, tries, started, begin)
                 if pause is None:
                     break
                 time.sleep(pause)
         with self._changed:
-            self._held -= self._held_by(one.number)
+            self._held -= self._held_by(request.number)
 
-    def _stream(self, one: _InFlight) -> None:
+    def _stream(self, request: _InFlight) -> None:
         """Makes one request for what is missing of a range, and consumes it unless another request was faster."""
-        name, offset, nbytes = self._requests[one.number]
-        started, at, size = time.monotonic(), one.position, None
-        if nbytes > at:
-            response = self._fetcher.fetch((name, offset + at, nbytes - at))
+        name, offset, nbytes = self._requests[request.number]
+        started, position, size = time.monotonic(), request.position, None
+        if nbytes > position:
+            response = self._fetcher.fetch((name, offset + position, nbytes - position))
             size = response.size
             if size is not None:
                 nbytes = max(min(nbytes, size - offset), 0)
             pieces = map(memoryview, response.pieces)
-            while at < nbytes and len(piece := next(pieces, memoryview(b""))):
-                if not self._put(one, at, piece, size):
+            while position < nbytes and len(piece := next(pieces, memoryview(b""))):
+                if not self._put(request, position, piece, size):
                     return
-                at += len(piece)
-            if at < nbytes:
-                raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{at}, then the end")
-        if not nbytes and not self._put(one, 0, memoryview(b""), size):
+                position += len(piece)
+            if position < nbytes:
+                raise _CutShort(name, expected=f"{nbytes} bytes from {offset} on", found=f"{position}, then the end")
+        if not nbytes and not self._put(request, 0, memoryview(b""), size):
             return
-        self._end(one, nbytes, started)
+        self._end(request, nbytes, started)
 
-    def _put(self, one: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
+    def _put(self, request: _InFlight, at: int, piece: memoryview, size: int | None) -> bool:
         """Consumes the bytes that start at `at` of a range, less those it has had; False if none are wanted any more.
 
         Raises:
             Exception: never that of `consume`, which ends the run.
         """
-        with one.lock:
+        with request.lock:
             with self._changed:
-                while self._first_left and one.number >= self._first and self._error is None:
+                while self._first_left and request.number >= self._first and self._error is None:
                     self._changed.wait()
-                if one.done or self._error is not None:
+                if request.done or self._error is not None:
                     return False
                 self._consuming += 1
             error: BaseException | None = None
             try:
-                if (skip := one.position - at) < len(piece) or not len(piece):
-                    self._consume(one.number, one.position, piece[skip:], size)
-                    one.position += len(piece) - skip
+                if (skip := request.position - at) < len(piece) or not len(piece):
+                    self._consume(request.number, request.position, piece[skip:], size)
+                    request.position += len(piece) - skip
             except BaseException as failed:
                 error = failed
             with self._changed:
@@ -505,7 +505,9 @@ class _Run:
                     self._changed.notify_all()
         return error is None
 
-    def _pause_after(self, error: Exception, one: _InFlight, left: int, started: float, begin: float) -> float | None:
+    def _pause_after(
+        self, error: Exception, request: _InFlight, left: int, started: float, begin: float
+    ) -> float | None:
         """Returns the seconds to the next of the tries that are left; None if there is none."""
         failure, now = FetchFailure(throttled=False, temporary=True), time.monotonic()
         if not isinstance(error, _CutShort):
@@ -513,28 +515,28 @@ class _Run:
         with self._changed:
             if failure.throttled:
                 self._fetcher.depth.throttle(started, now)
-            if one.done or self._error is not None:
+            if request.done or self._error is not None:
                 return None
             if failure.temporary and left and now - begin < RETRY_SECONDS:
                 tried = self._fetcher.tries - left
                 return min(FIRST_PAUSE * 2**tried, LONGEST_PAUSE) * random.uniform(0.5, 1)
-            one.tries -= 1
-            if not one.tries:
+            request.tries -= 1
+            if not request.tries:
                 self._error = error
                 self._changed.notify_all()
             return None
 
-    def _end(self, one: _InFlight, nbytes: int, started: float) -> None:
+    def _end(self, request: _InFlight, nbytes: int, started: float) -> None:
         """Counts a range as fetched, once; its last request was sent at `started`."""
         now = time.monotonic()
         with self._changed:
-            if one.done or self._error is not None:
+            if request.done or self._error is not None:
                 return
-            one.done = True
-            self._in_flight.remove(one)
+            request.done = True
+            self._in_flight.remove(request)
             self._fetcher.times.add(now - started)
             self._fetcher.depth.add(nbytes, now)
             self._done += 1
-            self._first_left -= one.number < self._first
-            self._small -= self._is_small(one.number)
+            self._first_left -= request.number < self._first
+            self._small -= self._is_small(request.number)
             self._changed.notify_all()

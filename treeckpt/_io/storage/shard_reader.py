@@ -26,14 +26,14 @@ from ..._core.format.shard_header import (
 )
 from ...errors import CheckpointError, CorruptError
 from .memory import aligned_buffer
-from .store import TEXT, Store
+from .store import TEXT_PART_NBYTES, Store
 
 _ELSE = (
     "take the step before, as Manager.resume does, or what is intact: treeckpt.load(path, "
     "fallback=treeckpt.Fallback(on_corrupt='skip'))"
 )
 _RESTORE = f"The file was lost, changed or cut short; restore it from a copy, {_ELSE}"
-STEP = 8 << 20
+VERIFY_NBYTES = 8 << 20
 """Bytes that are verified at a time."""
 
 
@@ -54,13 +54,13 @@ class OpenedShard(msgspec.Struct, frozen=True):
 
     file: File
     hashes: Sequence[int] | Mapping[int, int]
-    """Of the blocks, by their numbers."""
+    """The checksums of the blocks, by their numbers."""
     block: int
     index: Index
     header: bytes = b""
     """The bytes of the header, where `keep` was given."""
     checks: RangeChecks | None = None
-    """Of a file of another program, which has no checksums of blocks."""
+    """The checksums of a file of another program, which has none of blocks; None for a shard."""
 
 
 def read_header(
@@ -83,18 +83,18 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
     file_size = store.sizes().get(name, 0) if file_size is None else file_size
-    data = bytearray(min(wanted or 8, TEXT, max(file_size, 8)))
+    data = bytearray(min(wanted or 8, TEXT_PART_NBYTES, max(file_size, 8)))
     store.read_into(name, 0, memoryview(data))
     size = _header_size(data, label, file_size, wanted)
-    if len(data) < min(size, TEXT):
-        data = bytearray(min(size, TEXT))
+    if len(data) < min(size, TEXT_PART_NBYTES):
+        data = bytearray(min(size, TEXT_PART_NBYTES))
         store.read_into(name, 0, memoryview(data))
-    if size > TEXT:
+    if size > TEXT_PART_NBYTES:
         check_no_zeros(data[8:], 8, label)
-    for at in range(TEXT, size, TEXT):
-        part = bytearray(min(size - at, TEXT))
-        store.read_into(name, at, memoryview(part))
-        check_no_zeros(part, at, label)
+    for start in range(TEXT_PART_NBYTES, size, TEXT_PART_NBYTES):
+        part = bytearray(min(size - start, TEXT_PART_NBYTES))
+        store.read_into(name, start, memoryview(part))
+        check_no_zeros(part, start, label)
         data += part
     return data
 
@@ -163,9 +163,9 @@ def open_shard(
         else:
             data = header
             _header_size(data, label, size, file.header)
-        found = decode_header(data, label, entries=False)
-    _check_identity(store, index, file, found, len(data), len(found.hashes))
-    return OpenedShard(file, found.hashes, found.block, index, bytes(data) if keep else b"")
+        decoded = decode_header(data, label, entries=False)
+    _check_identity(store, index, file, decoded, len(data), len(decoded.hashes))
+    return OpenedShard(file, decoded.hashes, decoded.block, index, bytes(data) if keep else b"")
 
 
 def open_front(store: Store, index: Index, file: File, size: int | None) -> tuple[OpenedShard, int]:
@@ -187,9 +187,9 @@ def open_front(store: Store, index: Index, file: File, size: int | None) -> tupl
     data, label = bytearray(min(DATA_ALIGNMENT, file.header)), f"{store.url}/{file.name}"
     with _naming_leaves(store, index, file):
         store.read_into(file.name, 0, memoryview(data))
-        found, at = decode_front(data, label)
-    _check_identity(store, index, file, found, header_nbytes(data, label), block_count(file.nbytes, found.block))
-    return OpenedShard(file, (), found.block, index), at
+        decoded, at = decode_front(data, label)
+    _check_identity(store, index, file, decoded, header_nbytes(data, label), block_count(file.nbytes, decoded.block))
+    return OpenedShard(file, (), decoded.block, index), at
 
 
 def with_hashes(store: Store, shard: OpenedShard, at: int, start: int, stop: int) -> tuple[OpenedShard, int]:
@@ -255,9 +255,9 @@ def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview)
     if shard.checks is not None:
         shard.checks.take(start, data)
         return
-    for at in range(0, len(data), shard.block):
-        block = data[at : at + shard.block]
-        check_checksum(store, shard, start + at, len(block), hash_block(block))
+    for offset in range(0, len(data), shard.block):
+        block = data[offset : offset + shard.block]
+        check_checksum(store, shard, start + offset, len(block), hash_block(block))
 
 
 def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[memoryview]) -> None:
@@ -267,7 +267,7 @@ def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[me
             check_blocks(store, shard, start, part)
             start += len(part)
         return
-    at = start
+    offset = start
     block: list[memoryview] = []
     need = shard.block
     for part in parts:
@@ -276,10 +276,10 @@ def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[me
             part = part[need:]
             need -= len(block[-1])
             if not need:
-                check_checksum(store, shard, at, shard.block, hash_parts(block))
-                at, block, need = at + shard.block, [], shard.block
+                check_checksum(store, shard, offset, shard.block, hash_parts(block))
+                offset, block, need = offset + shard.block, [], shard.block
     if block:
-        check_checksum(store, shard, at, shard.block - need, hash_parts(block))
+        check_checksum(store, shard, offset, shard.block - need, hash_parts(block))
 
 
 class ArrivingBlocks:
@@ -310,8 +310,8 @@ class ArrivingBlocks:
                 self._hash.update(part)
             self._position += len(part)
             if self._position == stop:
-                found = hash_block(part) if whole or self._hash is None else self._hash.intdigest()
-                self._check(self._block, stop - self._block, found)
+                digest = hash_block(part) if whole or self._hash is None else self._hash.intdigest()
+                self._check(self._block, stop - self._block, digest)
                 self._block, self._hash = stop, None
 
 
@@ -344,10 +344,10 @@ def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | N
     file, block = shard.file, shard.block
     low = start // block * block
     high = file.nbytes if stop is None else min(-(-stop // block) * block, file.nbytes)
-    step = STEP // block * block or block
+    step = VERIFY_NBYTES // block * block or block
     buffer = aligned_buffer(step, huge=True)
-    for at in range(low, high, step):
-        data = buffer[: min(step, high - at)]
-        store.read_into(file.name, file.header + at, data)
-        check_blocks(store, shard, at, data)
+    for offset in range(low, high, step):
+        data = buffer[: min(step, high - offset)]
+        store.read_into(file.name, file.header + offset, data)
+        check_blocks(store, shard, offset, data)
     return max(high - low, 0)

@@ -38,7 +38,7 @@ The bytes of one range come in order and one call at a time, those of several ra
 until the call ends. What lies behind the end of the file is left out; for a range without any byte in the file one call
 has no bytes.
 """
-TEXT = 32 << 20
+TEXT_PART_NBYTES = 32 << 20
 """Bytes of a text file that are read at a time: the first part of a larger file is checked before the rest is read."""
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ F = TypeVar("F")
 
 
 class StoreTraits(msgspec.Struct, frozen=True):
-    """In what stores differ that hold the same kind of files: callers ask for these, never for the class of a store."""
+    """What differs between stores of the same kind of files: callers ask for it, never for the class of a store."""
 
     far: bool = False
     """Whether each request takes long. Then `fetch` reads many ranges at a time, and callers have many requests in
@@ -374,7 +374,7 @@ class MemoryStore(Store):
         self._name = name
         self.files: dict[str, bytearray] = {}
         self._written_ns: dict[str, int] = {}
-        """When each file was created or published, in Unix nanoseconds."""
+        """The time at which each file was created or published, in Unix nanoseconds."""
         self._lock = threading.RLock()
 
     @property

@@ -61,8 +61,8 @@ class WrappedStore(Store):
         return self.inner.modified_ns()
 
     def listed(self) -> Store:
-        found = self.inner.listed()
-        return self if found is self.inner else ListedStore(self, found.entries())
+        listed = self.inner.listed()
+        return self if listed is self.inner else ListedStore(self, listed.entries())
 
     def remove_directory(self) -> bool:
         return self.inner.remove_directory()
