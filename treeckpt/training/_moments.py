@@ -26,9 +26,8 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, TensorNode, key_text
 from .._core.tree.tensor_parts import TensorParts, check_own_layout, tensors_as_leaves
 from ..errors import MismatchError
-from ..rules._view import OWN
 from ._modules import get_in, parse_key
-from ._sources import RestoreSource, children_of, leaves_below
+from ._sources import OWN, RestoreSource, children_of, leaves_below
 
 # fmt: off
 _LBFGS_MOMENTS = frozenset({

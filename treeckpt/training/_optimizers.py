@@ -43,10 +43,9 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, TensorNode, key_text
 from .._core.tree.tensor_parts import tensors_as_leaves
 from ..errors import MismatchError, TreeError
-from ..rules._view import OWN
 from ._groups import ParamGroup, is_same, labels_of, torch_options, tree_of_groups
 from ._modules import Key, ModelEntries, key_path, named_objects, put_in
-from ._sources import RestoreSource, children_of, leaves_below
+from ._sources import OWN, RestoreSource, children_of, leaves_below
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 

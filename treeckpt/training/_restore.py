@@ -40,7 +40,6 @@ from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
-from ..rules._view import OWN
 from ._capture import LEFT_OUT, optimizer_of
 from ._foreign_states import as_training_state
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
@@ -80,6 +79,7 @@ from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
+    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
