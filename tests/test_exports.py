@@ -274,6 +274,12 @@ def test_without_tensors_no_torch_is_imported(tmp_path: Path, code: str) -> None
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=300)
 
 
+def test_a_pickled_report_names_no_private_module(tmp_path: Path) -> None:
+    report = tc.save(tmp_path / "c", {"w": np.ones(3)})
+    assert report.spans and b"treeckpt._" not in pickle.dumps(report)
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
 @pytest.mark.parametrize("name", ["treeckpt", *(f"treeckpt.{one}" for one in PUBLIC_MODULES)])
 def test_public_classes_and_functions_name_public_modules_where_they_can_be_found(name: str) -> None:
     module = importlib.import_module(name)

@@ -48,7 +48,7 @@ PUBLIC = {
 PUBLIC_BELOW = {
     "dcp": {"format_utils", "planner", "staging", "state_dict", "stateful"},
     "integrations": {"transformers"},
-    "demo": {"data", "fork_ranks", "launch", "layouts", "model", "report", "tasks", "train"},
+    "demo": {"fork_ranks", "launch", "model", "tasks", "train"},
 }
 
 
@@ -206,6 +206,7 @@ def test_test_modules_stand_in_the_folder_of_what_they_test():
         "test_examples",
         "test_exports",
         "test_mistakes",
+        "test_options",
         "test_peers",
         "test_policy",
         "test_roundtrip",

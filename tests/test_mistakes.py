@@ -131,7 +131,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         (lambda net: tc.save_async("new", {}, process_group=None), "of save_async; comm= takes a process group"),
         (lambda net: training.state(net, schedulers=None), "of state; near to it is 'scheduler'"),
         (lambda net: tc.Manager("run").resume(net, lr_scheduler=None), "of resume; near to it is 'scheduler'"),
-        (lambda net: tc.Manager("run", max_to_keep=3), "of Manager, nor of save_async; keep= takes a number"),
+        (lambda net: tc.Manager("run", max_to_keep=3), "of Manager, nor of save; keep= takes a number"),
         (lambda net: tc.save("new", {}, colour=1), "^'colour' is no option of save$"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any, Unpack, cast
 import msgspec
 
 from ._arrays.digests import Comparison
+from ._arrays.registry import abstract_of
 from ._arrays.stateful import state_tree
 from ._core.format.files import check_step
 from ._core.tree.flatten import flatten, replace_leaves
@@ -232,8 +233,7 @@ def load(
         ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
         cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
         read: how bytes are read: `ReadOptions(verify=..., memory=..., once=..., mmap=..., copy=..., follow_links=...)`.
-        fallback: what to do with damage, and with `PerRank` state of another number of ranks:
-            `Fallback(on_corrupt=..., per_rank=...)`.
+        fallback: what is done with damage and `PerRank` state of other ranks: `Fallback(on_corrupt=..., per_rank=...)`.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
         comm, together: this rank, of how many, as for `save` or by the launcher; all call, what fails fails on all.
         on_report: gets the `LoadReport`.
@@ -243,18 +243,10 @@ def load(
     """
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(
-            select=globs_of(select),
-            exclude=globs_of(exclude, "exclude"),
-            rules=as_rules(rename, transforms),
-            strict=strict,
-            ids=ids,
-            cast=cast,
-            device=device,
-            read=read_of(read, "load"),
-            fallback=fallback_of_load(fallback, "load"),
-            allow_pickle=allow_pickle,
-            namespace=namespace,
-        )
+            select=globs_of(select), exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms),
+            strict=strict, ids=ids, cast=cast, device=device, read=read_of(read, "load"),
+            fallback=fallback_of_load(fallback, "load"), allow_pickle=allow_pickle, namespace=namespace,
+        )  # fmt: skip
         tree, report = run_load(following(path, options.read.follow_links), like, comm, options)
     if on_report is not None:
         call_back(on_report, report)
@@ -417,8 +409,6 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     >>> tc.abstract({"w": np.zeros((2, 3)), "step": 1})["w"].shape
     (2, 3)
     """
-    from ._arrays.registry import abstract_of
-
     comm = as_comm(comm, sends_messages=False)
     here = global_rank(comm)
     tree = state_tree(tree, rank=comm.rank, namespace=namespace)

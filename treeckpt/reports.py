@@ -9,10 +9,12 @@ import msgspec
 from ._core.format.byte_map import DamagedLeaf
 from ._core.format.timings import Span
 from ._core.html import el, facts, joined, table
+from ._core.public_names import publish
 from ._core.text import bytes_text, count_text, rate_text, seconds_text
 from .errors import visible
 
 __all__ = ["Leftover", "LoadReport", "SaveReport", "VerifyReport"]
+publish(__name__, ("DamagedLeaf", "Span"), globals())  # which reports hold
 
 NOTEBOOK_PATHS = 20
 """Paths that a notebook lists."""

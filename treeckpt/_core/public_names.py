@@ -22,7 +22,17 @@ def publish(module: str, names: Iterable[str], namespace: dict[str, Any]) -> Non
     for name in names:
         one = namespace.get(name)
         if isinstance(one, (type, FunctionType)) and "._" in one.__module__:
-            if isinstance(one, type) and "__annotations__" in vars(one):
-                # msgspec and typing look names in annotations up in the module of a class, when they are first needed
-                one.__annotations__ = inspect.get_annotations(one, eval_str=True)
+            if isinstance(one, type):
+                _resolve_annotations(one, namespace)
             one.__module__, one.__name__, one.__qualname__ = module, name, name
+
+
+def _resolve_annotations(kind: type, namespace: dict[str, Any]) -> None:
+    """Puts types in the place of annotations whose names another module has: the lookup by name is in that of a class.
+
+    msgspec and typing look them up when they are first needed.
+    """
+    try:
+        inspect.get_annotations(kind, globals=namespace, eval_str=True)
+    except NameError:
+        kind.__annotations__ = inspect.get_annotations(kind, eval_str=True)

@@ -192,8 +192,7 @@ def restore(
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
-        cast, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
-        read: as for `treeckpt.load_into`.
+        cast, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
         fallback: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
             `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng", see `training.rank_state`.
         device: where plain tensors on the meta device go, by default torch's default device.
@@ -202,37 +201,15 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     options = LoadOptions(
-        select=globs_of(select),
-        exclude=globs_of(exclude, "exclude"),
-        rules=rules_of(rename, transforms, under, from_root=from_root),
-        strict=strict,
-        cast=cast,
-        read=read_of(read, "restore", IN_PLACE),
-        fallback=fallback_of(fallback, "restore", NO_SALVAGE),
-        allow_pickle=allow_pickle,
-        namespace=namespace,
-    )
-    targets = RestoreTargets(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        rng=rng,
-        extra=extra,
-        keep=tuple(keep),
-        device=device,
-    )
-    run = functools.partial(
-        _restore,
-        comm=as_comm(comm, sends_messages=False),
-        targets=targets,
-        options=options,
-        under=under,
-        from_root=from_root,
-    )
-    if not is_stored(source):
-        return run(source)
-    return on_versions(following(source, options.read.follow_links), run, together=bool(options.read.once))
+        select=globs_of(select), exclude=globs_of(exclude, "exclude"), strict=strict, cast=cast,
+        rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
+        fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
+    )  # fmt: skip
+    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
+    comm = as_comm(comm, sends_messages=False)
+    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
+    stored, once = following(source, options.read.follow_links), bool(options.read.once)
+    return on_versions(stored, run, together=once) if is_stored(source) else run(source)
 
 
 def _restore(
