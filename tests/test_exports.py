@@ -18,7 +18,7 @@ import pytest
 
 import treeckpt as tc
 from treeckpt import reports
-from treeckpt._runs.run import CleanReport
+from treeckpt._inspect.deletion import CleanReport
 
 NAMES = [
     "ArraySpec",

@@ -85,8 +85,8 @@ def test_a_class_name_is_defined_once():
 
 
 STORE_BASES = {"Store", "RunStore", "Writer", "ObjectBucket"}
-STORE_MEMBERS = {"ordered", "fetch", "mapped", "map", "rename", "compare_and_swap", "delete_if", "read_version"}
-STORE_MEMBERS |= {"request_nbytes", "sizes", "entries", "folder", "folders", "directory", "live", "address", "traits"}
+STORE_MEMBERS = {"ordered", "fetch", "mapped", "map", "rename", "compare_and_swap", "read_version"}
+STORE_MEMBERS |= {"request_nbytes", "sizes", "entries", "folder", "folders", "directory", "address", "traits"}
 
 
 def store_classes() -> set[str]:

@@ -19,7 +19,7 @@ from treeckpt._cli.command import EXIT_CODES
 from treeckpt._core.format import shard_header
 from treeckpt._io.comm.comm import Comm
 from treeckpt._io.storage import obstore
-from treeckpt._io.storage.request_depth import PER_CPU, START
+from treeckpt._io.storage.requests_in_flight import PER_CPU, START
 from treeckpt._saving import shard_files
 from treeckpt.convert import FORMATS, SOURCES, _conversion
 

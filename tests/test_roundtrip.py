@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 import treeckpt as tc
-from treeckpt._io.storage.metadata_files import read_timings
+from treeckpt._io.storage.checkpoint import read_timings
 
 
 class Point(NamedTuple):

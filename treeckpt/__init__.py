@@ -42,34 +42,22 @@ import importlib.metadata
 from typing import Any
 
 from . import policy, rules, trees
-from ._api import (
-    abstract,
-    inspect,
-    load,
-    load_abstract,
-    load_async,
-    load_into,
-    prewarm,
-    read_file,
-    rebuild_index,
-    save,
-    save_async,
-    verify,
-)
+from ._api import abstract, load, load_abstract, load_async, load_into, prewarm, save, save_async
 from ._arrays.sharded import Sharded
 from ._core.format.records import Index
 from ._core.public_names import publish
 from ._core.sharding.region import Region
-from ._core.tree.containers import FromRank
-from ._core.tree.flatten import PerRank
+from ._core.tree.containers import FromRank, PerRank
 from ._core.tree.keyed_table import KeyedTable
-from ._core.tree.path_text import path_keys, path_text
+from ._core.tree.paths import path_keys, path_text
 from ._core.tree.spec import ArraySpec
+from ._io.storage.local_store import LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
-from ._io.storage.store import LocalStore, MemoryStore
+from ._io.storage.store import MemoryStore
 from ._loading.background import PendingLoad
 from ._loading.options import Fallback, ReadOptions
 from ._loading.overlay import Bank, From
+from ._loading.run_load import inspect, read_file, rebuild_index, verify
 from ._runs.manager import Manager
 from ._saving.options import BackgroundOptions
 from ._saving.session import Pending

@@ -11,9 +11,10 @@ import msgspec
 
 from ._arrays.digests import Comparison
 from ._arrays.stateful import state_tree
-from ._core.format.file_names import check_step
+from ._core.format.files import check_step
 from ._core.tree.flatten import flatten, replace_leaves
 from ._core.tree.leaf_differences import Strict
+from ._core.tree.paths import Selection, globs_of
 from ._io.comm.collective import ending_together
 from ._io.comm.comm import Comm, as_comm, background_comm, global_rank
 from ._io.public_calls import call_back, check_options, checks_options, saves, takes_no_save
@@ -22,10 +23,9 @@ from ._io.storage.store import Store
 from ._loading.background import PendingLoad, start_load
 from ._loading.keywords import LoadAsyncKeywords, LoadKeywords
 from ._loading.match import LoadOptions
-from ._loading.one_checkpoint import CheckpointPath, inspect, read_file, rebuild_index, verify
 from ._loading.options import IN_PLACE, Fallback, ReadOptions, fallback_of, fallback_of_load, read_of
-from ._loading.overlay import Bank, Selection, globs_of
-from ._loading.run_load import run_load, run_load_into
+from ._loading.overlay import Bank
+from ._loading.run_load import CheckpointPath, inspect, read_file, rebuild_index, run_load, run_load_into, verify
 from ._saving.background import prewarm_tree, save_async_tree
 from ._saving.options import BackgroundOptions, SaveOptions, SidecarContent, background_of, shard_limit
 from ._saving.save import save_tree

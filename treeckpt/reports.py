@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from ._core.format.damage import DamagedLeaf
+from ._core.format.byte_map import DamagedLeaf
 from ._core.format.timings import Span
 from ._core.html import el, facts, joined, table
 from ._core.text import bytes_text, count_text, rate_text, seconds_text

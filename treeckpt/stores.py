@@ -9,9 +9,9 @@ A store of one's own subclasses `Store`, and `RunStore` for `Manager`; `treeckpt
 from __future__ import annotations
 
 from ._core.public_names import publish
+from ._io.storage.local_store import LocalRun, LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
-from ._io.storage.run_store import LocalRun, RunStore
-from ._io.storage.store import DirectoryEntry, LocalStore, MemoryStore, Store, StoreTraits, VersionTag, Writer
+from ._io.storage.store import DirectoryEntry, MemoryStore, RunStore, Store, StoreTraits, VersionTag, Writer
 
 __all__ = [
     "DirectoryEntry",

@@ -13,13 +13,13 @@ import numpy as np
 from treeckpt._core.format.records import Index
 from treeckpt._core.text import shape_text
 from treeckpt._inspect.outline import Outline
-from treeckpt._inspect.unusual import reason_of
+from treeckpt._inspect.ranking import reason_of
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, next_start, shorten
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
-from .verify_jobs import VerifyJob
+from .verify import VerifyJob
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
 

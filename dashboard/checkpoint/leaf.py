@@ -29,12 +29,10 @@ from treeckpt._loading.peek import MAX_NBYTES, peek_blob
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, shorten
-from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, parse_region, stored_leaf
-from .leaf_file import FileForm, file_forms
+from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, map_dims, parse_region, stored_leaf
 from .leaf_numbers import LeafNumbers, leaf_numbers
-from .peek import rank_at
-from .shard_map import map_dims
 from .tree import Fact, NodeRow, node_row
+from .values import FileForm, file_forms, rank_at
 
 KINDS = {
     ValueRecord: "value",

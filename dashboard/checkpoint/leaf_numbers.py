@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from treeckpt._core.text import json_number
-from treeckpt._inspect.moments import Moments
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._inspect.numbers import Moments
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..store.library import Library, Run

@@ -20,16 +20,14 @@ from treeckpt.errors import CheckpointError
 from ..pages.answers import PageRouter, Start, Words, check_same_site, file_response, library_of
 from ..pages.checkpoints import OpenTree, open_checkpoint, open_tree
 from ..store.library import Library
-from . import files, folds, sidecars, tree
-from .chunks import ChunksPage, chunks_page, leaf_of, stored_leaf
+from . import files, tree
+from .chunks import ChunksPage, MapPage, chunks_page, leaf_of, map_page, stored_leaf
 from .contents import ContentsOrder, ContentsPage, contents_page
 from .leaf import LeafPage, blob_facts, leaf_page
-from .leaf_file import FileForm, leaf_file
 from .leaf_numbers import LeafSteps, leaf_steps, statistics_of
-from .peek import PeekPage, Window, peek_page
-from .shard_map import MapPage, map_page
-from .treemap import TreemapPage, treemap_page
-from .verify_jobs import VerifyJobs, VerifyPage, keep_damage
+from .tree import TreemapPage, treemap_page
+from .values import FileForm, PeekPage, Window, leaf_file, peek_page
+from .verify import VerifyJobs, VerifyPage, keep_damage
 
 T = TypeVar("T")
 TRIES = 5
@@ -98,9 +96,9 @@ def get_leaves(
 
 
 @router.get("/checkpoints/{checkpoint_id}/folds")
-def get_folds(request: Request, checkpoint_id: str, node: Node = "") -> folds.FoldsPage:
+def get_folds(request: Request, checkpoint_id: str, node: Node = "") -> tree.FoldsPage:
     """Repeated blocks among the children of a node, equal except for their number."""
-    return folds.folds_page(_outline(request, checkpoint_id), node)
+    return tree.folds_page(_outline(request, checkpoint_id), node)
 
 
 @router.get("/checkpoints/{checkpoint_id}/treemap")
@@ -188,17 +186,17 @@ def get_leaf_file(
 
 
 @router.get("/checkpoints/{checkpoint_id}/sidecars/{number}", "sidecar.html")
-def get_sidecar(request: Request, checkpoint_id: str, number: int) -> sidecars.SidecarPage:
+def get_sidecar(request: Request, checkpoint_id: str, number: int) -> files.SidecarPage:
     """A file that was saved with the checkpoint: its name, its checksum, and its text, if it is one."""
     library = library_of(request)
     opened = open_checkpoint(library, checkpoint_id)
-    return _read_one_version(library, opened, partial(sidecars.sidecar_page, row=opened.row, number=number))
+    return _read_one_version(library, opened, partial(files.sidecar_page, row=opened.row, number=number))
 
 
 @router.get("/checkpoints/{checkpoint_id}/sidecars/{number}/content", media_type="application/octet-stream")
 def get_sidecar_content(request: Request, checkpoint_id: str, number: int) -> Response:
     """The bytes of a file that was saved with the checkpoint; they match its checksum."""
-    library, read = library_of(request), partial(sidecars.sidecar_file, number=number)
+    library, read = library_of(request), partial(files.sidecar_file, number=number)
     sidecar, data = _read_one_version(library, open_checkpoint(library, checkpoint_id), read)
     return file_response(data, sidecar.name)
 

@@ -1,28 +1,66 @@
 """The page of what changed most between two checkpoints: arrays and layers by relative change.
 
-A process reads both checkpoints once; what it has measured is kept in the cache as long as the files stay the same.
+A process reads both checkpoints once, and prints how many bytes it has read. What it has measured is kept in the cache
+as long as the files stay the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from treeckpt._core.text import json_number, visible
-from treeckpt._inspect.layer_changes import LayerChange, layer_changes, relative_changes
+from treeckpt._core.text import json_number
+from treeckpt._core.tree.spec import BLOB_KINDS
+from treeckpt._inspect.diff import comparable, diff
 from treeckpt._inspect.outline import Outline, words_in
-from treeckpt._runs.change_store import ComparedSave
+from treeckpt._inspect.ranking import LayerChange, layer_changes, relative_changes
+from treeckpt._io.storage.local_store import for_reading
+from treeckpt._io.storage.store import DirectoryEntry, Store
+from treeckpt._io.storage.wrapped_store import CountingStore
+from treeckpt._loading.compare import measured_pairs
+from treeckpt._loading.run_load import opened
+from treeckpt._runs.statistics_store import ChangeStore, ComparedSave
 from treeckpt._runs.verification import fingerprint_of
+from treeckpt.errors import visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, next_start, shorten
-from ..store.jobs import JobQueue, ProcessJob, place_of
-from ..store.library import Library, NotFound, OpenCheckpoint
+from ..store.jobs import Failed, JobQueue, ProcessJob, ReadPrinter, folder_at, place_of, send
+from ..store.library import Library, NotFound
 from .diff import OpenPair
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures two checkpoints.
+
+    Args:
+        arguments: the URL of a run, empty for a local folder, and the name of the folder in it, or its path, of the
+            first checkpoint and of the second one; the cache directory.
+    """
+    run_a, name_a, run_b, name_b, cache = arguments
+    printer = ReadPrinter()
+    folders = [folder_at(run_a, name_a), folder_at(run_b, name_b)]
+    before = [folder.listed().entries() for folder in folders]
+    first, second = (CountingStore(for_reading(folder), printer.add) for folder in folders)
+    with opened(first) as a, opened(second) as b:
+        a.check_against_files()
+        b.check_against_files()
+        saves = (_save(folders[0], before[0], a.index.save_id), _save(folders[1], before[1], b.index.save_id))
+        both = comparable(a.index, b.index, diff(a.index, b.index))
+        pairs = [(x, y) for x, y in both if x.spec is not None and x.spec.kind not in BLOB_KINDS]
+        if not ChangeStore(Path(cache)).record(*saves, measured_pairs(a, b, pairs)):
+            send(Failed("the result could not be written to the cache"))
+
+
+def _save(folder: Store, entries: Mapping[str, DirectoryEntry], save_id: str) -> ComparedSave:
+    return ComparedSave(folder.place, save_id, fingerprint_of(entries, save_id))
+
 
 ChangesBy = Literal["array", "layer"]
 KEPT_COMPARISONS = 4
@@ -156,11 +194,12 @@ class ChangeJobs(JobQueue[_ChangeJob]):
             places += place
         arguments = [*places, str(self._library.cache.shared)]
         nbytes = sum(one.info.nbytes or 0 for one in (pair.a, pair.b))
-        self.add(f"{pair.a.id} {pair.b.id}", lambda: _ChangeJob("compare.change_process", arguments, nbytes))
+        self.add(f"{pair.a.id} {pair.b.id}", lambda: _ChangeJob("compare.changes", arguments, nbytes))
 
     def ranked(self, pair: OpenPair) -> _Ranked | None:
         """Returns what is known of two checkpoints as they are now; None if that is nothing."""
-        key = _save(pair.a), _save(pair.b)
+        saves = [_save(one.folder, one.folder.entries(), one.info.save_id or "") for one in (pair.a, pair.b)]
+        key = saves[0], saves[1]
         if key in self._ranked:
             self._ranked.move_to_end(key)
             return self._ranked[key]
@@ -176,11 +215,6 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         while len(self._ranked) > KEPT_COMPARISONS:
             self._ranked.popitem(last=False)
         return ranked
-
-
-def _save(checkpoint: OpenCheckpoint) -> ComparedSave:
-    folder, save_id = checkpoint.folder, checkpoint.info.save_id or ""
-    return ComparedSave(folder.place, save_id, fingerprint_of(folder.entries(), save_id))
 
 
 def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, start: int) -> ChangesPage:

@@ -18,14 +18,14 @@ import msgspec
 
 from treeckpt._core.format.byte_map import chunk_count
 from treeckpt._core.format.records import Index
-from treeckpt._core.text import json_number, visible
+from treeckpt._core.text import json_number
 from treeckpt._inspect.diff import Added, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt._inspect.outline import words_in
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.open import open_store
 from treeckpt._loading.compare import delta_of, verdict_of
 from treeckpt._loading.read_batch import read_arrays
-from treeckpt.errors import TreeckptError
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, shorten
 from ..store.library import Library, NotFound, OpenCheckpoint

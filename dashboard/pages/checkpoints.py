@@ -13,11 +13,12 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number, visible
+from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
+from treeckpt.errors import visible
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress

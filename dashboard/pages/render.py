@@ -17,7 +17,8 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt._core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text, visible
+from treeckpt._core.text import ago_text, bytes_text, rate_text, seconds_text, shape_text
+from treeckpt.errors import visible
 
 
 def _local_time(time: str) -> str:

@@ -1,12 +1,18 @@
-"""Renders a report: facts, sizes, tree, maps of large arrays, files and timings."""
+"""Renders a report: facts, sizes, tree, maps of large arrays, files and timings, with the drawings of the dashboard.
+
+Its script has the modules of the pages, and what the API would answer them: it sends no requests.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +36,104 @@ from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._inspect.treemap import TreemapKey
-from treeckpt._io.storage.metadata_files import NewestIndex
+from treeckpt._io.storage.checkpoint import NewestIndex
 from treeckpt._io.storage.open import open_store
 from treeckpt._runs import catalog
-from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
+from treeckpt._runs.catalog import CheckpointInfo, with_verification
 from treeckpt._runs.notebook import COLUMNS, checkpoint_rows
 from treeckpt._runs.verification import VerificationStore, cache_directory
 from treeckpt.errors import CheckpointNotFound, TreeckptError
 
-from ..checkpoint.shard_map import map_page
-from ..checkpoint.treemap import treemap_page
-from ..timing.charts import waterfall_data
-from .line_chart import line_chart
-from .script import script, style
+from ..checkpoint.chunks import map_page
+from ..checkpoint.tree import treemap_page
+from ..timing.model import waterfall_data
+
+_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";\n', re.M)
+_EXPORTED = re.compile(r"^export (?:async )?(?:function|const) (\w+)", re.M)
+_LIST = re.compile(r"^(.*)export\{([^}]*)\};?\s*$", re.S)
+"""The end of a minified library, which names what it exports."""
+_LICENSED = re.compile(r"(vendor/[a-z0-9-]+?)-\d+\.\d")
+_COMMENT = re.compile(r"^[ \t]*/\*\*(?:(?!\*/).)*\*/[ \t]*\n|^// @ts-check\n", re.M | re.S)
+
+
+def _static(name: str) -> str:
+    return (files("treeckpt_dashboard") / "static" / name).read_text("utf-8")
+
+
+def style() -> str:
+    """Returns the style sheet: that of the pages, and what only a report has."""
+    return _static("base.css") + _static("report.css")
+
+
+def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
+    """Returns a script that runs modules one after the other.
+
+    Each module that is imported becomes a function, which is called once and returns what it exports.
+
+    Args:
+        answers: what the API answers, by address: the modules send no requests.
+    """
+    joined: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in joined:
+            return
+        text = _COMMENT.sub("", _static(name))
+        for _, imported in _IMPORT.findall(text):
+            add(imported)
+        exported = _EXPORTED.findall(text)
+        if found := _LIST.match(text):
+            text, exported = found[1], [": ".join(reversed(one.split(" as "))) for one in found[2].split(",")]
+        if licensed := _LICENSED.match(name):
+            text = f"/*\n{_static(f'{licensed[1]}-LICENSE')}*/\n{text}"
+        body = _IMPORT.sub(lambda one: f"const {{{one[1]}}} = {_name(one[2])};\n", text)
+        body = re.sub(r"^export ", "", body, flags=re.M)
+        joined[name] = f"const {_name(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+
+    for module in modules:
+        add(module)
+    data = json.dumps(msgspec.to_builtins(answers)).replace("<", "\\u003c")
+    return f'"use strict";\nglobalThis.answers = {data};\n{"".join(joined.values())}'
+
+
+def _name(module: str) -> str:
+    return "m_" + re.sub(r"\W", "_", module)
+
+
+WIDTH = 1000
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> Html:
+    return el("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor)
+
+
+def line_chart(
+    steps: Sequence[int], series: Sequence[tuple[str, Sequence[float | None]]], text: Callable[[float], str]
+) -> Html:
+    """Draws values over steps; the vertical axis begins at zero.
+
+    Args:
+        text: formats a value.
+    """
+    height, left, bottom = 170, 80, 22
+    most = max((v for _, values in series for v in values if v is not None), default=0) or 1
+    span = max(steps[-1] - steps[0], 1)
+    shapes = [_text(left - 8, 20, text(most), anchor="end"), _text(left - 8, height - bottom, "0", anchor="end")]
+    for colour, (name, values) in enumerate(series):
+        path: list[str] = []
+        dots: list[Html] = []
+        for step, value in zip(steps, values, strict=True):
+            if value is not None:
+                x = f"{left + (step - steps[0]) / span * (WIDTH - left - 20):.1f}"
+                y = f"{(height - bottom) - value / most * (height - 40):.1f}"
+                path.append(f"{x} {y}")
+                title = el("title", f"step {step}: {name} {text(value)}")
+                dots.append(el("circle", title, cx=x, cy=y, r="3.5", class_=f"f{colour}"))
+        shapes += [el("path", d="M" + "L".join(path) if path else "", class_=f"line l{colour}"), *dots]
+    shapes += [_text(left, height - 4, f"step {steps[0]}"), _text(WIDTH - 20, height - 4, f"{steps[-1]}", anchor="end")]
+    label = ", ".join(name for name, _ in series) + " over steps"
+    return el("svg", *shapes, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+
 
 HERE = "here"
 """Stands for the id of the checkpoint in addresses."""

@@ -9,9 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.text import visible
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt.errors import TreeckptError
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import shorten, status_of
 from ..store.index_reader import StillReading

@@ -7,12 +7,11 @@ from collections import OrderedDict, deque
 
 import msgspec
 
-from treeckpt._core.format.save_progress import Progress
-from treeckpt._core.text import visible
-from treeckpt._io.storage.progress_file import FAR_PAUSE, read_progress
+from treeckpt._core.format.files import Progress
+from treeckpt._io.storage.kept_files import FAR_PROGRESS_PAUSE, read_progress
 from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt.errors import TreeckptError
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.library import Library, Run
@@ -89,7 +88,8 @@ class SaveRates:
     def rate(self, save: SaveUnderWay, now_ns: int) -> float | None:
         """Returns bytes per second, since the save began if it was requested only once; None if no time has passed.
 
-        A rank may renew its record every FAR_PAUSE seconds only. Time without news beyond that lowers the rate.
+        A rank may renew its record every FAR_PROGRESS_PAUSE seconds only. Time without news beyond that
+        lowers the rate.
         """
         seen = self._seen.setdefault(save.save_id, deque(maxlen=64))
         self._seen.move_to_end(save.save_id)
@@ -100,7 +100,7 @@ class SaveRates:
         while len(seen) > 2 and seen[0][0] < save.updated_ns - WINDOW * 1e9:
             seen.popleft()
         first_ns, first = seen[0] if len(seen) > 1 else (save.started_ns, 0)
-        seconds = (max(save.updated_ns, now_ns - int(FAR_PAUSE * 1e9)) - first_ns) / 1e9
+        seconds = (max(save.updated_ns, now_ns - int(FAR_PROGRESS_PAUSE * 1e9)) - first_ns) / 1e9
         return max(0, save.written - first) / seconds if seconds > 0 else None
 
 

@@ -8,8 +8,7 @@ from typing import get_args
 
 from ..pages.checkpoints import Status, status_of
 from ..store.library import Library, Run
-from .resume import save_pace
-from .summary import sum_nbytes, summarize_run
+from .summary import save_pace, sum_nbytes, summarize_run
 from .usage import disk_of
 
 _STATUSES = get_args(Status)

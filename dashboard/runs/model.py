@@ -11,17 +11,25 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number, visible
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt._runs.policy_text import keep_text
+from treeckpt._core.text import json_number
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import visible
+from treeckpt.policy import keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, next_start, shorten, status_of
-from ..store.last_result import LastResult
-from ..store.library import Library, Listed, Run
+from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
-from .metric_columns import condition_of, metric_value
-from .resume import ResumePanel, SavePace, resume_panel, save_pace
-from .summary import RunSummary, policies_of, summarize_run
+from .summary import (
+    ResumePanel,
+    RunSummary,
+    SavePace,
+    condition_of,
+    metric_value,
+    policies_of,
+    resume_panel,
+    save_pace,
+    summarize_run,
+)
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
@@ -109,7 +117,7 @@ class ListQuery(msgspec.Struct, frozen=True):
     q: str = ""
     """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
     keep: str | None = None
-    """Policies, as in `policy_text`; None takes those that the dashboard was given."""
+    """Policies, as in `treeckpt.policy`; None takes those that the dashboard was given."""
 
 
 class CursorError(ValueError):

@@ -1,24 +1,323 @@
-"""What the checkpoints of a run say together: counts, what retention decides, metrics, branches, where to resume."""
+"""What the checkpoints of a run say together: counts, retention, metrics, branches, and what it can be resumed from."""
 
 from __future__ import annotations
 
+import math
+import re
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
+from statistics import median
+from typing import Literal
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_name, step_of
-from treeckpt._runs.checkpoint_info import CheckpointInfo, step_info
-from treeckpt._runs.policy_text import parse_keep
-from treeckpt.policy import Policy, kept
+from treeckpt._core.format.files import step_name, step_of
+from treeckpt._core.format.lineage import SequenceRanges
+from treeckpt._core.text import json_number
+from treeckpt._runs.catalog import CheckpointInfo, mark_of, step_info
+from treeckpt.policy import Best, Policy, kept, parse_keep
 
-from ..pages.checkpoints import status_of
+from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
 from ..store.foreign_trees import ForeignInfo
-from ..store.last_result import LastResult
-from ..store.library import Library, Listed, Run
-from .metric_columns import best_marks, first_metric, metric_names
-from .resume import ResumeFacts, resume_facts
+from ..store.library import LastResult, Library, Listed, Run
+
+COLUMNS = 4
+"""Metrics that have a column in a list of checkpoints."""
+MAX_NAME = 200
+"""Characters of the name of a metric that has a column."""
+_CONDITION = re.compile(r"(.+?)(<=|>=|<|>|=)([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))")
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<=": lambda a, b: a <= b,
+    ">=": lambda a, b: a >= b,
+    "<": lambda a, b: a < b,
+    ">": lambda a, b: a > b,
+    "=": lambda a, b: a == b or (math.isnan(a) and math.isnan(b)),
+}
+
+
+def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
+    """Returns the metrics that have columns: those that policies name, then those that most checkpoints have."""
+    found = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
+    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in found]
+    return list(dict.fromkeys([*named, *(name for name, _ in found.most_common(COLUMNS))]))[:COLUMNS]
+
+
+def first_metric(names: Sequence[str]) -> str | None:
+    """Returns the metric that stands for a run: its loss, or the first that has a column."""
+    return "loss" if "loss" in names else next(iter(names), None)
+
+
+def best_marks(
+    infos: Sequence[CheckpointInfo], names: Sequence[str], policies: Sequence[Policy]
+) -> dict[str, dict[str, str]]:
+    """Returns, by the name of a checkpoint and of a metric, what its value is among those of the complete checkpoints.
+
+    It is "best" by a policy for the metric. Where no policy says which way is better, it is "lowest" or "highest".
+    Abandoned branches, and metrics that have one value only, are left out.
+    """
+    marks: dict[str, dict[str, str]] = {}
+    for name in names:
+        rated = [
+            (info.metrics[name], info.name)
+            for info in infos
+            if info.status == "complete" and not info.abandoned and not math.isnan(info.metrics.get(name, math.nan))
+        ]
+        if len({value for value, _ in rated}) < 2:
+            continue
+        modes = {policy.mode for policy in policies if isinstance(policy, Best) and policy.metric == name}
+        for mode, pick, text in (("min", min, "lowest"), ("max", max, "highest")):
+            if not modes or mode in modes:
+                # of equal ones the newest, which is the first in a list
+                value = pick(value for value, _ in rated)
+                best = next(one for other, one in rated if other == value)
+                marks.setdefault(best, {})[name] = "best" if modes else text
+    return marks
+
+
+def metric_value(info: CheckpointInfo, name: str) -> float | None:
+    """Returns a metric of a checkpoint; None if it has none, or NaN."""
+    value = info.metrics.get(name, math.nan)
+    return None if math.isnan(value) else value
+
+
+def condition_of(word: str) -> Callable[[CheckpointInfo], bool] | None:
+    """Parses a word of a search that compares a metric, as `loss<2.5`; None for any other word."""
+    if (match := _CONDITION.fullmatch(word)) is None:
+        return None
+    try:
+        wanted = float(match[3])
+    except ValueError:
+        return None
+    name, compare = match[1].casefold(), _COMPARISONS[match[2]]
+    return lambda info: any(compare(value, wanted) for key, value in info.metrics.items() if key.casefold() == name)
+
+
+LATE = 3.0
+"""Usual intervals after which the newest good checkpoint is late."""
+SOONEST = 60.0
+"""Seconds within which none is."""
+ENDED = 3600.0
+"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
+ENDED_INTERVALS = 20
+INTERVALS = 50
+"""The newest intervals of which the median is the usual one."""
+MAX_BRANCHES = 100
+"""Branches of a run that are listed."""
+
+
+class ResumeSnippets(msgspec.Struct, frozen=True):
+    """How to load one checkpoint."""
+
+    manager: str | None
+    """Python that continues the run from it; None of a directory that no manager restores."""
+    load: str
+    """Python that loads its tree."""
+    command: str
+    """The shell's command that compares every checksum."""
+
+
+class ResumePoint(msgspec.Struct, frozen=True):
+    """A checkpoint that a run can be resumed from."""
+
+    metric: str | None
+    """By which it is the best; None if it was not chosen by a metric."""
+    mode: Literal["min", "max"] | None
+    value: float | str | None
+    checkpoint: CheckpointRow
+    snippets: ResumeSnippets
+
+
+class LineageBranch(msgspec.Struct, frozen=True):
+    """Checkpoints that were saved one after the other without a rollback between them."""
+
+    first: int
+    last: int
+    checkpoints: int
+    abandoned: int
+    """How many of them the newest checkpoint does not descend from."""
+    began: str | None
+    resumed: bool
+    """Whether it begins after a rollback."""
+    follows: int | None
+    """The step from which it was resumed; None without one, or if that checkpoint is deleted."""
+
+
+class ResumePanel(msgspec.Struct, frozen=True):
+    """What a run can be resumed from, and what it was resumed from."""
+
+    newest: ResumePoint | None
+    """The newest checkpoint that is complete, not known to be damaged, and on no abandoned branch."""
+    best: ResumePoint | None
+    """Of these, the one with the best metric."""
+    verified: ResumePoint | None
+    """Of these, the newest whose bytes were verified."""
+    branches: list[LineageBranch]
+    """The newest first. One, unless the run went back to an earlier step."""
+
+
+class SavePace(msgspec.Struct, frozen=True):
+    """How old the newest good checkpoint is, beside how often one is saved."""
+
+    age: float | None
+    """Seconds since the newest good checkpoint was begun."""
+    interval: float | None
+    """Seconds from one save to the next: the median of the newest. None until three saves followed each other."""
+    late: bool
+    """Whether the age is more than LATE intervals, and the run is not taken for ended."""
+    ended: bool = False
+    """Whether the run is taken for ended: no save is in progress, and none came for much longer than usual.
+
+    No file says that a run has ended, so one that stands still looks the same.
+    """
+
+
+class ResumeFacts(msgspec.Struct, frozen=True):
+    """What the list of a run's checkpoints says of resuming, whatever the time is."""
+
+    newest: tuple[str, CheckpointInfo] | None
+    best: tuple[str, CheckpointInfo] | None
+    rating: Best | None
+    """By what the best is chosen."""
+    verified: tuple[str, CheckpointInfo] | None
+    interval: float | None
+    branches: tuple[LineageBranch, ...]
+
+
+def resume_facts(listed: Listed, policies: Sequence[Policy], metrics: Sequence[str]) -> ResumeFacts:
+    """Returns what can be resumed from.
+
+    The best is that by the first policy for a metric, else that with the lowest loss, or first of `metrics`.
+
+    Args:
+        listed: of a run, newest first.
+        metrics: the metrics that have columns.
+    """
+    good = [pair for pair in listed if status_of(pair[1]) in ("committed", "verified") and not pair[1].abandoned]
+    rating = next((one for one in policies if isinstance(one, Best)), None)
+    if rating is None and (name := first_metric(metrics)) is not None:
+        rating = Best(name)
+    best = None
+    if rating is not None and (rated := [pair for pair in good if metric_value(pair[1], rating.metric) is not None]):
+        pick = min if rating.mode == "min" else max
+        best = pick(rated, key=lambda pair: pair[1].metrics[rating.metric])  # of equal ones the newest
+    infos = [info for _, info in listed]
+    return ResumeFacts(
+        newest=good[0] if good else None,
+        best=best,
+        rating=rating if best is not None else None,
+        verified=next((pair for pair in good if status_of(pair[1]) == "verified"), None),
+        interval=_usual_interval(infos),
+        branches=tuple(_lineage(infos)),
+    )
+
+
+def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
+    """Returns the median of the seconds between saves; None with fewer than two intervals.
+
+    An interval is between a checkpoint and the one that it follows: where others between them were deleted since,
+    there is none. Checkpoints without a record of that follow the one that was begun before them.
+    """
+    saves = [info for info in infos if info.status == "complete" and not info.abandoned and info.created_ns]
+    found: list[float] = []
+    for newer, older in pairwise(saves):
+        seconds = ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
+        if seconds > 0 and (newer.lineage is None or newer.lineage.follows == older.save_id):
+            found.append(seconds)
+            if len(found) == INTERVALS:
+                break
+    return median(found) if len(found) > 1 else None
+
+
+def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
+    """Returns how old the newest good checkpoint is, and whether that is too old.
+
+    Args:
+        saving: whether a save is in progress.
+    """
+    created_ns = facts.newest[1].created_ns if facts.newest is not None else None
+    if created_ns is None:
+        return SavePace(None, facts.interval, False)
+    age = max(0.0, (now_ns - created_ns) / 1e9)
+    if facts.interval is None:
+        return SavePace(age, None, False)
+    ended = not saving and age >= max(ENDED, ENDED_INTERVALS * facts.interval)
+    return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
+
+
+def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
+    """Returns the branches of a run, the newest first: one begins where a save abandons the one before it."""
+    recorded = sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0))
+    groups: list[list[CheckpointInfo]] = []
+    for info in recorded:
+        before = groups[-1][-1].sequence if groups else None
+        if before is None or (info.lineage and _holds(info.lineage.abandoned, before)):
+            groups.append([])
+        groups[-1].append(info)
+    steps = {info.save_id: info.step for info in recorded}
+    return [
+        LineageBranch(
+            first=group[0].step or 0,
+            last=group[-1].step or 0,
+            checkpoints=len(group),
+            abandoned=sum(info.abandoned for info in group),
+            began=iso_time(group[0].created_ns),
+            resumed=group is not groups[0],
+            follows=steps.get(group[0].lineage.follows) if group[0].lineage else None,
+        )
+        for group in groups[: -MAX_BRANCHES - 1 : -1]
+    ]
+
+
+def _holds(ranges: SequenceRanges, number: int) -> bool:
+    return any(first <= number <= last for first, last in ranges)
+
+
+def resume_panel(library: Library, run: Run, facts: ResumeFacts) -> ResumePanel:
+    """Returns the panel of a run."""
+
+    def point(pair: tuple[str, CheckpointInfo] | None, rating: Best | None = None) -> ResumePoint | None:
+        if pair is None:
+            return None
+        checkpoint_id, info = pair
+        return ResumePoint(
+            metric=shorten(rating.metric) if rating else None,
+            mode=rating.mode if rating else None,
+            value=json_number(info.metrics[rating.metric]) if rating else None,
+            checkpoint=checkpoint_row(checkpoint_id, run, info),
+            snippets=_snippets(library, run, info, newest=pair is facts.newest),
+        )
+
+    best = point(facts.best, facts.rating)
+    return ResumePanel(point(facts.newest), best, point(facts.verified), list(facts.branches))
+
+
+def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool) -> ResumeSnippets:
+    """Returns how to load a checkpoint. Names are written as ASCII, so that no invisible character is pasted.
+
+    A manager is created with `keep=None`: what is pasted must not delete checkpoints at the next save.
+    """
+    take = per_rank_keyword(info)
+    manager = None
+    if library.is_run(run) and mark_of(info) is not None:
+        call = f"state = manager.restore(step={info.step}{take})"
+        if newest:
+            call = "manager.resume(model, optimizer)  # and scheduler=, loader=, extra= where they were saved"
+        manager = f"import treeckpt as tc\nmanager = tc.Manager({run.store.url!a}, keep=None)\n{call}"
+    load = f"import treeckpt as tc\nstate = tc.load({info.path!a}{take})"
+    return ResumeSnippets(manager, load, f"treeckpt verify {shell_quoted(info.path)}")
+
+
+def shell_quoted(text: str) -> str:
+    """Quotes an argument for bash and zsh; anything but printable ASCII is written as escapes."""
+    if text.isascii() and text.isprintable():
+        return shlex.quote(text)
+    data = text.encode("utf-8", "surrogateescape")
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(plain)}'"
+
 
 DURATIONS = 40
 """Saves of a run whose durations are drawn as a line."""

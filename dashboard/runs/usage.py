@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from treeckpt._core.text import visible
-from treeckpt._inspect.deletion import Removal, RetainedDirectory
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt._runs.policy_text import keep_text
-from treeckpt._runs.run import CleanReport, RunDirectory
-from treeckpt.errors import TreeckptError
-from treeckpt.policy import All, Policy
+from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.run import RunDirectory
+from treeckpt.errors import TreeckptError, visible
+from treeckpt.policy import All, Policy, keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, next_start, status_of
 from ..store.foreign_trees import ForeignInfo

@@ -22,10 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt._io.storage.store import DirectoryEntry
-from treeckpt._runs.change_store import ChangeStore
-from treeckpt._runs.index_summary import Summary
-from treeckpt._runs.stat_cache import LruStatCache
-from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.catalog import LruStatCache, Summary
+from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
 
 from .outline_file import VERSION
@@ -46,6 +44,11 @@ def key_of(url: str, entry: DirectoryEntry) -> str:
     """Returns a hash of a file's URL, size, modification time and inode number."""
     text = f"{url}\0{entry.nbytes}\0{entry.modified_ns}\0{entry.number}".encode("utf-8", "surrogateescape")
     return hashlib.blake2s(text, digest_size=16).hexdigest()
+
+
+def tells_versions(entry: DirectoryEntry) -> bool:
+    """Whether another file of the same name and size has another key; some stores know no times and no numbers."""
+    return bool(entry.modified_ns or entry.number)
 
 
 class Cache:
@@ -113,6 +116,8 @@ class Cache:
 
     def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
         """Returns `read()`, or its result from before, also of an earlier program. Errors are kept in memory only."""
+        if not tells_versions(entry):
+            return read()
         return self._memory.get_or_read(key, entry, lambda: self._recall_stored(key, entry, read))
 
     def _recall_stored(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:

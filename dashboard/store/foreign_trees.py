@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._core.format.file_names import is_step_name
-from treeckpt._core.text import bytes_text, visible
+from treeckpt._core.format.files import is_step_name
+from treeckpt._core.text import bytes_text
 from treeckpt._io.os_errors import shows_damage, wrap_read_error
 from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
-from treeckpt._io.storage.local_read import follows_links
-from treeckpt._io.storage.run_store import LocalRun
-from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt.errors import FormatError, StoreError
+from treeckpt._io.storage.local_files import follows_links
+from treeckpt._io.storage.local_store import LocalRun, LocalStore
+from treeckpt._io.storage.store import DirectoryEntry, Store
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import FormatError, StoreError, visible
 
 MAX_METADATA = 64 << 20
 """Bytes of the metadata of torch.distributed.checkpoint beyond which they are not read here."""
@@ -116,11 +116,11 @@ def foreign_store(info: ForeignInfo) -> Store:
     Raises:
         FormatError: it is none any more.
     """
-    from treeckpt._foreign.files import FileRange, foreign_at
+    from treeckpt._foreign.files import foreign_at
 
     if (found := foreign_at(info.path)) is None:
         raise FormatError(visible(info.path), expected=info.format, found="other files")
-    return found.store if isinstance(found, FileRange) else found
+    return found
 
 
 def foreign_version(info: ForeignInfo) -> DirectoryEntry:

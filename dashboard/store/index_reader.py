@@ -9,6 +9,7 @@ another program's files for `FOREIGN_SECONDS` of computing, with `MEMORY` bytes 
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import os
 import threading
@@ -16,7 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,11 +24,11 @@ from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.records import Index
 from treeckpt._foreign.files import foreign_at
 from treeckpt._io.os_errors import shows_damage
-from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage import checkpoint
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
 
-from .cache import Cache, key_of
+from .cache import Cache, key_of, tells_versions
 from .jobs import KILLED, Failed, JobProgress, JobQueue, ProcessJob, folder_at, limit_resources, line_of, place_of, send
 from .outline_file import StoredOutline, write_outline
 
@@ -133,12 +133,16 @@ class IndexReader:
             CheckpointError: it is damaged.
             StoreError: it could not be read.
         """
-        key = key_of(folder.place, entry)
-        if (found := self._known(key)) is not None:
-            return found
         if entry.nbytes > MAX_INDEX:
             found = f"{entry.nbytes} bytes"
             raise CorruptError(folder.place, expected=f"an index of at most {MAX_INDEX} bytes", found=found)
+        if not tells_versions(entry):  # what is in it stands for its version
+            data = folder.read(INDEX_NAME, limit=MAX_INDEX)
+            number = int.from_bytes(hashlib.blake2s(data, digest_size=8).digest(), "little")
+            entry = msgspec.structs.replace(entry, number=number)
+        key = key_of(folder.place, entry)
+        if (found := self._known(key)) is not None:
+            return found
         if is_large(entry) and (place := place_of(run, folder)) is not None:
             raise StillReading(folder.place, self._job(key, place).progress)
         return self._build(key, folder)
@@ -194,7 +198,7 @@ class IndexReader:
         with self._building:
             if (found := self._open_file(key)) is None:
                 try:
-                    write_outline(metadata_files.read_index(folder), self._cache.outline_path(key))
+                    write_outline(checkpoint.read_index(folder), self._cache.outline_path(key))
                 except TreeckptError as error:
                     self._fail(key, error)
                     raise
@@ -233,19 +237,18 @@ def is_large(entry: DirectoryEntry) -> bool:
 
 
 def _read(run: str, name: str) -> Index:
-    if not run and foreign_at(name) is not None:
-        from treeckpt._foreign.foreign_checkpoint import ForeignCheckpoint  # not for the start of the server
-        from treeckpt._foreign.foreign_index import with_found_chunks
+    if not run and (files := foreign_at(name)) is not None:
+        from treeckpt._foreign.foreign_checkpoint import (  # not for the server's start
+            ForeignCheckpoint,
+            with_found_chunks,
+        )
 
         limit_resources(MEMORY, FOREIGN_SECONDS)
         send(JobProgress(0, phase="read"))
-        source = foreign_at(name)
-        assert source is not None, "it was there just now"
-        index: Any = ForeignCheckpoint(source).index
-        return with_found_chunks(index)
+        return with_found_chunks(ForeignCheckpoint(files).index)
     folder = folder_at(run, name)
     send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
-    return metadata_files.read_index(folder)
+    return checkpoint.read_index(folder)
 
 
 def main(arguments: Sequence[str]) -> None:

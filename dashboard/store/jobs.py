@@ -24,8 +24,9 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import msgspec
 
 from treeckpt import errors
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
-from treeckpt._io.storage.store import LocalStore, Store
+from treeckpt._io.storage.store import Store
 from treeckpt._threads import start_thread
 from treeckpt.errors import CorruptError, StoreError, TreeckptError
 

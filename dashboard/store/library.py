@@ -13,23 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.files import step_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
-from treeckpt._core.text import visible
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
-from treeckpt._io.storage.run_store import RunStore
-from treeckpt._io.storage.store import DirectoryEntry, LocalStore, Store
+from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog
-from treeckpt._runs.checkpoint_info import CheckpointInfo, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
-from treeckpt.errors import CheckpointNotFound, StoreError
+from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
+from treeckpt.errors import CheckpointNotFound, StoreError, visible
 from treeckpt.policy import Policy
 
 from .cache import Cache
@@ -43,11 +41,27 @@ from .foreign_trees import (
     look_at_foreign,
 )
 from .index_reader import IndexReader, StillReading, is_large
-from .last_result import LastResult
 from .reduced_timings import ReducedTimings, read_reduced
 from .watch import DirectoryState, RunWatcher
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+class LastResult(Generic[S, T]):
+    """The last result of a function of a list; it is valid until another list replaces this one."""
+
+    def __init__(self) -> None:
+        self._pair: tuple[S, T] | None = None
+
+    def of(self, listed: S, compute: Callable[[S], T]) -> T:
+        """Returns the result for a list; computes it for another list than that of the last call."""
+        pair = self._pair
+        if pair is None or pair[0] is not listed:
+            pair = self._pair = (listed, compute(listed))
+        return pair[1]
+
+
 Listed = Sequence[tuple[str, CheckpointInfo]]
 """Checkpoints with their ids."""
 
@@ -184,7 +198,8 @@ class Library:
             return DirectoryState(CheckpointInfo(name, folder.place, "unread", step_of(name), error=problem), None)
 
     def _look(self, run: Run, folder: Store) -> CheckpointInfo:
-        info = catalog.read_info_or_unread(folder, cache=self.summary_cache(run), follow=not self.is_run(run))
+        cache, follow = self.summary_cache(run), not self.is_run(run)
+        info = catalog.read_info(folder, cache=cache, follow=follow, or_unread=True)
         if info.status == "foreign" and (not folder.is_link or not self.is_run(run)):
             return look_at_foreign(folder, info, run.path if self.is_run(run) else None)
         return with_verification(info, folder, self.cache.verifications)

@@ -21,9 +21,9 @@ import numpy as np
 from treeckpt._core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt._core.sharding.int_runs import Runs
 from treeckpt._core.tree.structure import Structure
-from treeckpt._foreign.foreign_records import ForeignIndex
+from treeckpt._foreign.foreign_checkpoint import ForeignIndex
 from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
-from treeckpt._runs.index_summary import Summary, summarize_index
+from treeckpt._runs.catalog import Summary, summarize_index
 
 VERSION = "7"
 """Version of this format, in the name of the cache directory: other versions use other directories."""

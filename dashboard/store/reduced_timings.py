@@ -16,14 +16,11 @@ import numpy as np
 
 from treeckpt._core.format.timings import Host
 from treeckpt._core.sharding.int_runs import decode_runs
-from treeckpt._core.text import visible
-from treeckpt._inspect.critical_path import CriticalSegment
 from treeckpt._inspect.profile import RankTime
-from treeckpt._inspect.stragglers import Straggler
-from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.timing_report import CriticalSegment, Straggler, TimingReport
 from treeckpt._io.storage.store import Store
 from treeckpt._runs import catalog
-from treeckpt.errors import CorruptError
+from treeckpt.errors import CorruptError, visible
 
 MAX_PHASES = 16
 """Phases that are kept of a save, those with the longest times; the others are added up under OTHER."""

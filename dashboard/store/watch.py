@@ -20,13 +20,10 @@ from functools import partial
 
 import msgspec
 
-from treeckpt._core.format.file_names import step_of
-from treeckpt._core.text import visible
-from treeckpt._io.storage.run_store import RunStore
-from treeckpt._io.storage.store import Store
-from treeckpt._runs.catalog import CONCURRENT_READS
-from treeckpt._runs.checkpoint_info import CheckpointInfo, in_listing_order
-from treeckpt.errors import TreeckptError
+from treeckpt._core.format.files import step_of
+from treeckpt._io.storage.store import RunStore, Store
+from treeckpt._runs.catalog import CONCURRENT_READS, CheckpointInfo, in_listing_order
+from treeckpt.errors import TreeckptError, visible
 
 FRESH = 1.0
 """Seconds after a scan during which no other one starts."""

@@ -12,10 +12,8 @@ from treeckpt._inspect.timing_report import TimingReport
 
 from ..pages.answers import PageRouter, Start, library_of
 from ..store.library import NotFound, OpenCheckpoint
-from .bins import TrendBins
-from .charts import HeatData, WaterfallData, heat_data, waterfall_data
-from .model import Sort, TimingPage, groupings, timing_page
-from .trends import TrendsPage
+from .model import HeatData, Sort, TimingPage, WaterfallData, groupings, heat_data, timing_page, waterfall_data
+from .trends import TrendBins, TrendsPage
 
 By = Annotated[str, Query(max_length=200, description="rows of the heat map: rank, host, or a mesh dimension's name")]
 MAX_STEP = 1 << 62

@@ -14,20 +14,18 @@ from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from treeckpt._io.storage.bucket import check_path
-from treeckpt._runs.policy_text import KeepError
+from treeckpt._io.storage.local_store import check_path
 from treeckpt._runs.verification import cache_directory
 from treeckpt.errors import TreeckptError
-from treeckpt.policy import Policy
+from treeckpt.policy import KeepError, Policy
 
 from ..checkpoint import routes as checkpoint_routes
-from ..checkpoint.verify_jobs import VerifyJobs
+from ..checkpoint.verify import VerifyJobs
 from ..compare import routes as compare_routes
 from ..compare.changes import ChangeJobs
 from ..compare.diff import Comparisons
-from ..pages.answers import describe_responses, is_api, json_response, library_of
+from ..pages.answers import TableTooLong, describe_responses, is_api, json_response, library_of
 from ..pages.checkpoints import loading_page
-from ..pages.csv_table import TableTooLong
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.live import SaveRates

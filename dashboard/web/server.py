@@ -1,7 +1,14 @@
-"""Starts the server, and prints the address to open."""
+"""Starts the server, and prints the address to open. No client keeps others out by not sending, or by not reading.
+
+The request line and headers (the head) must arrive within `head_seconds` after the connection is opened, or after the
+first byte of the head if the connection was used before. A client must keep reading its answer. At most `MAX_WAITING`
+connections without a request to answer are open: a further one closes the one that has waited longest. Only requests
+with a complete head count towards the limit of requests that are answered at a time; see `security`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -13,18 +20,98 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from treeckpt._runs.policy_text import parse_keep
 from treeckpt._runs.verification import user_name
 from treeckpt.errors import TreeckptError
+from treeckpt.policy import parse_keep
 
 from .app import create_app
-from .connections import HEAD_SECONDS, protocol_of
 from .security import LOOPBACK_HOSTS
+
+HEAD_SECONDS = 10.0
+READ_SECONDS = 60.0
+"""Seconds in which a client has to read some more of its answer."""
+MAX_WAITING = 256
+
+
+class _TimedConnection(H11Protocol):
+    """A connection with time limits."""
+
+    head_seconds = HEAD_SECONDS
+    waiting: dict[_TimedConnection, None]
+    """The connections of a server that have no request to answer; the one that has waited longest is first."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._start_waiting()
+        self._expect_head()
+        if len(self.waiting) > MAX_WAITING:
+            next(iter(self.waiting)).close_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.pop(self, None)
+        self._cancel(self._head_timer, self._read_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self in self.waiting:
+            self._expect_head()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.waiting.pop(self, None)
+            self._cancel(self._head_timer)
+            self._head_timer = None
+
+    def on_response_complete(self) -> None:
+        self._start_waiting()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cancel(self._read_timer)
+        self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._cancel(self._read_timer)
+        super().resume_writing()
+
+    def close_idle(self) -> None:
+        """Closes a connection that has no request to answer."""
+        self.waiting.pop(self, None)
+        self.transport.close()
+
+    def _start_waiting(self) -> None:
+        self.waiting.pop(self, None)
+        self.waiting[self] = None
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_seconds, self.close_idle)
+
+    @staticmethod
+    def _cancel(*timers: asyncio.TimerHandle | None) -> None:
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+
+
+def protocol_of(head_seconds: float) -> type[asyncio.Protocol]:
+    """Returns the class of the connections of one server."""
+    members: dict[str, Any] = {"head_seconds": head_seconds, "waiting": {}}
+    return type("TimedConnection", (_TimedConnection,), members)
+
 
 MIN_TOKEN = 12
 """Characters of a token."""
@@ -65,7 +152,7 @@ def serve(
         token: an empty one is replaced by a random one; None requires none, which only loopback addresses allow.
         allowed_hosts: Host headers to answer besides those of the address itself.
         cache: the cache directory; None takes the user's own.
-        keep: the retention policies of the runs, as in `treeckpt._runs.policy_text`.
+        keep: the retention policies of the runs, as in `treeckpt.policy`.
         head_seconds: seconds in which a client has to send the request line and headers.
         started: is called with the address to open, once connections are accepted; by default it is printed.
 

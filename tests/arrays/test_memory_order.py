@@ -124,7 +124,7 @@ def test_an_index_with_another_order_is_refused(tmp_path: Path) -> None:
     tc.save(tmp_path / "a", {"w": torch.randn(3, 4).t()})
     data = (tmp_path / "a" / "index.json").read_bytes()
     assert b'"order":[1,0]' in data
-    from treeckpt._core.format.seals import sealed
+    from treeckpt._core.format.shard_header import sealed
 
     plain = data.replace(data[data.index(b'"seal":"') + 8 :][:16], b"0" * 16, 1)
     for bad in (b"[1,1]", b"[1]", b"[0,7]"):

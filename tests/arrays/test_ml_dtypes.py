@@ -17,10 +17,10 @@ from tests.helpers.thread_transport import ThreadTransport
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt._core.sharding.dtypes import dtype_of, numpy_dtype
-from treeckpt._inspect.element_stats import element_texts
+from treeckpt._inspect.numbers import element_texts
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._loading.compare import value_changes
-from treeckpt.trees import _gathering, _sending
+from treeckpt.trees import _collectives
 
 TYPES = [
     kind
@@ -198,10 +198,10 @@ def test_arrays_are_gathered_and_scattered(kind: Any) -> None:
     def act(comm: Any) -> None:
         rows = slice(comm.rank * 2, comm.rank * 2 + 2)
         tree, transport = {"x": tc.Sharded(whole[rows], whole.shape, (comm.rank * 2, 0))}, ThreadTransport(comm)
-        found: Any = _gathering.gather(tree, transport=transport, ranks=None, device=None, limit=64, namespace="")
+        found: Any = _collectives.gather(tree, transport=transport, ranks=None, device=None, limit=64, namespace="")
         assert same(found["x"], whole)
         like = {"x": tc.Sharded(np.empty((2, 3), kind), whole.shape, (comm.rank * 2, 0))}
-        dealt: Any = _sending.distribute(
+        dealt: Any = _collectives.distribute(
             {"x": whole} if not comm.rank else None,
             like,
             transport=transport,

@@ -16,8 +16,7 @@ from tests.helpers.samples import write_checkpoint
 from treeckpt._bench.raw_limits import RawLimits
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.open import open_store
-from treeckpt._loading.leaf_moments import LeafMoments
-from treeckpt._loading.verify import verify_checkpoint
+from treeckpt._loading.verify import LeafMoments, verify_checkpoint
 
 Serving = Callable[[Path, Path], AbstractContextManager[Any]]
 """Starts a server of a run with a cache directory."""

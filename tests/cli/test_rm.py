@@ -15,7 +15,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.s3 import S3
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._runs.run import RunDirectory
 
 

@@ -10,7 +10,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.corruption import flip
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.shard_header import shard_name
 
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
+from tests.helpers.foreign_files import file_window
 from tests.helpers.torch_storages import STORAGE_TREES, W, flip_in_file
 from treeckpt._foreign.checksums import EntryChecksum, combine_crcs
-from treeckpt._foreign.files import file_window
 
 convert = tc.convert.convert
 

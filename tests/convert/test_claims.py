@@ -14,7 +14,7 @@ import torch
 
 import treeckpt as tc
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.seals import sealed
+from treeckpt._core.format.shard_header import sealed
 
 NBYTES = 1 << 20
 FORMATS = {"treeckpt": "new", "torch": "new.pt", "dcp": "dcp", "safetensors": "new.safetensors"}

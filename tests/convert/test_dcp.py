@@ -70,7 +70,7 @@ def test_there_and_back_through_files_of_torch(tmp_path: Path) -> None:
 
 
 def test_chunks_are_cut_and_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treeckpt.convert._dcp_write.CHUNK", 100)
+    monkeypatch.setattr("treeckpt.convert._torch_write.CHUNK", 100)
     tree = {"w": torch.arange(7 * 11, dtype=torch.float64).view(7, 11), "v": torch.arange(5.0)}
     tc.save(tmp_path / "one", tree)
     to_dcp(tmp_path / "one", tmp_path / "dcp")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt._foreign.files import file_window
+from tests.helpers.foreign_files import file_window
 from treeckpt._foreign.pickle_reader import UnbuiltObject, read_pickle
 from treeckpt._foreign.pickle_values import PLAIN, build_tree
 

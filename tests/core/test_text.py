@@ -24,9 +24,9 @@ from treeckpt._core.text import (
     time_text,
     value_text,
     value_type,
-    visible,
 )
 from treeckpt._core.tree.value_codec import TypedValue, encode_value
+from treeckpt.errors import visible
 
 
 class Color(enum.Enum):

@@ -14,8 +14,7 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
-from treeckpt._io.storage import local_write, os_files
-from treeckpt._io.storage import store as store_module
+from treeckpt._io.storage import local_files, local_store
 
 WORLD = 2
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "unlink", "posix_fallocate")
@@ -23,7 +22,7 @@ SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "unli
 
 def save(path: Path, seed: int, mode: str, switch: Switch) -> None:
     store = Faulty(tc.LocalStore(path), switch) if mode == "store calls" else tc.LocalStore(path)
-    modules = [store_module, local_write, os_files] if mode == "system calls" else []
+    modules = [local_store, local_files] if mode == "system calls" else []
     with switched(switch, SYSTEM_CALLS, modules):
         outcomes = on_ranks(
             WORLD,

@@ -16,11 +16,9 @@ from pathlib import Path
 import treeckpt as tc
 from tests.crash.kills import killed, switched
 from tests.helpers.world import Switch, whole_tree
-from treeckpt._core.format.file_names import deleted_name, step_name
+from treeckpt._core.format.files import deleted_name, step_name
 from treeckpt._core.format.shard_header import shard_name
-from treeckpt._io.storage import kept_file, local_write, os_files
-from treeckpt._io.storage import run_store as runs_module
-from treeckpt._io.storage import store as store_module
+from treeckpt._io.storage import kept_files, local_files, local_store
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -45,7 +43,7 @@ def build(run: Path) -> None:
 
 
 def clean(run: Path, switch: Switch | None) -> None:
-    modules = [store_module, local_write, os_files, kept_file, runs_module]
+    modules = [local_store, local_files, kept_files]
     with switched(switch, SYSTEM_CALLS, modules) if switch is not None else contextlib.nullcontext():
         report = RunDirectory(run).clean([Last(2)])
     assert not report.failed, report

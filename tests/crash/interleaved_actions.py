@@ -14,8 +14,8 @@ import numpy as np
 
 import treeckpt as tc
 from treeckpt._cli.main import main as command
-from treeckpt._core.format.file_names import is_step_name, parse_file_name, step_name, step_of
-from treeckpt._io.storage.metadata_files import read_index
+from treeckpt._core.format.files import is_step_name, parse_file_name, step_name, step_of
+from treeckpt._io.storage.checkpoint import read_index
 from treeckpt._io.storage.open import open_run
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import All, Last

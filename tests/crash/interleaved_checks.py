@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_cases import Case
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 __all__ = ["Event", "Record", "violations"]
 

@@ -21,7 +21,7 @@ from tests.bench.s3_server import S3Answer, S3Request, S3Server
 from tests.crash.interleaved_actor import changes
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_stage import ACTORS, LONGEST_PAUSE, QUIET, STUCK, Link, Process, Stage, asleep, save_id_in
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 __all__ = ["RemoteStage"]
 

@@ -21,9 +21,9 @@ from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import Clock, Line, changes, serve
 from tests.crash.interleaved_cases import STEPS
 from tests.crash.interleaved_checks import Event
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import decode_index
-from treeckpt._io.storage.kept_file import LAPSE
+from treeckpt._io.storage.kept_files import LAPSE
 from treeckpt.errors import TreeckptError
 
 __all__ = [

@@ -31,7 +31,7 @@ from tests.crash.interleaved_cases import BEGIN, STARTS, Case, Order, Turn, draw
 from tests.crash.interleaved_checks import Record, violations
 from tests.crash.interleaved_s3 import RemoteStage
 from tests.crash.interleaved_stage import LATER, Link, LocalStage, Process, Stage
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 SLEEPS = 6000
 """Sleeps in a row of processes that wait for nothing that could still happen."""

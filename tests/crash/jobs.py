@@ -24,7 +24,7 @@ from tests.crash.kills import impatient_once
 from tests.crash.mined import Mined
 from tests.helpers.background import calls_of, gone, until
 from tests.helpers.world import LONG, small_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._io.comm.comm import TorchComm, default_comm
 
 SILENT = 3.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, small_tree
-from treeckpt._core.format.file_names import step_name
-from treeckpt._io.storage import local_write
+from treeckpt._core.format.files import step_name
+from treeckpt._io.storage import local_files
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -30,14 +30,14 @@ def die_making(path: Path) -> None:
     """Begins a save in a process that is killed at its second sync, behind the making of the first directory."""
     if (pid := os.fork()) == 0:
         syncs = itertools.count(1)
-        real = local_write.sync_directory
+        real = local_files.sync_directory
 
         def sync(directory: Path) -> None:
             if next(syncs) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             real(directory)
 
-        local_write.sync_directory = sync
+        local_files.sync_directory = sync
         tc.LocalStore(path).prepare()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 import treeckpt as tc
-from treeckpt._core.format.file_names import step_of
+from treeckpt._core.format.files import step_of
+from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._io.storage.open import open_store
-from treeckpt._io.storage.reader_leases import hold_lease
 
 NBYTES = 1 << 20
 WHILE_WRITING = ("interrupt", "hold")

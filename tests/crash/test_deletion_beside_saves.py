@@ -23,11 +23,10 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import until
 from tests.helpers.layout_cases import on_ranks
 from tests.helpers.s3 import S3
-from treeckpt._core.format.file_names import parse_file_name, step_name
+from treeckpt._core.format.files import parse_file_name, parse_progress_name, step_name
 from treeckpt._core.format.lineage import Lineage
-from treeckpt._core.format.save_progress import parse_progress_name
 from treeckpt._io.comm.comm import SoloComm, ThreadComm
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt._saving.options import SaveOptions
 from treeckpt._saving.save import save_tree

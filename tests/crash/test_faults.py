@@ -25,15 +25,14 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import files_open
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage import local_write, os_files
-from treeckpt._io.storage import store as store_module
+from treeckpt._io.storage import local_files, local_store
 from treeckpt._saving.shard_writer import PUBLISHED_HINT
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")
-MODULES = [store_module, local_write, os_files]
+MODULES = [local_store, local_files]
 PAGE = 4096
 
 

@@ -24,14 +24,12 @@ from tests.helpers.background import until
 from tests.helpers.s3 import S3
 from tests.helpers.world import assert_equal
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
-from treeckpt._core.format.save_progress import Owner, Progress, encode_progress, progress_name
+from treeckpt._core.format.files import Owner, Progress, encode_progress, progress_name, step_name, stored_name
 from treeckpt._core.format.shard_header import shard_name
-from treeckpt._core.format.sidecars import stored_name
-from treeckpt._io.storage import progress_file
-from treeckpt._io.storage.kept_file import LAPSE
+from treeckpt._io.process import this_process
+from treeckpt._io.storage import kept_files
+from treeckpt._io.storage.kept_files import LAPSE
 from treeckpt._io.storage.open import open_store
-from treeckpt._io.storage.process_owner import this_process
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -277,17 +275,17 @@ def test_a_process_that_took_a_dead_ones_number_keeps_nothing(tmp_path: Path) ->
 
 
 def test_a_save_that_writes_nothing_new_renews_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_file, "BEAT", 0.01)
+    monkeypatch.setattr(kept_files, "BEAT", 0.01)
     tmp_path.joinpath("at").mkdir()
     now = time.time_ns()
     first = Progress("a" * 16, 0, 1, None, "write", 0, 2, now, now)
     store = open_store(tmp_path / "at")
-    note = progress_file.ProgressRecorder(store, first)
+    note = kept_files.ProgressRecorder(store, first)
     note.begin()
     seen: set[int] = set()
 
     def renewed() -> bool:
-        seen.update(one.alive_ns for one in progress_file.read_progress(store, store.sizes()))
+        seen.update(one.alive_ns for one in kept_files.read_progress(store, store.sizes()))
         return len(seen) > 3
 
     assert until(renewed)

@@ -17,7 +17,7 @@ import pytest
 import treeckpt as tc
 from tests.crash.cases import AFTER_COMMIT, AFTER_RESULT, CALLS, Case, all_cases, some_cases
 from tests.helpers.world import seed_of, whole_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ import treeckpt as tc
 from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
 from tests.helpers.world import assert_holds, seed_of, whole_tree
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._runs.catalog import scan
 from treeckpt._runs.run import RunDirectory
 

@@ -16,7 +16,7 @@ import treeckpt as tc
 from tests.crash import soak
 from tests.helpers.background import gone, until
 from tests.helpers.world import assert_holds
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 

@@ -6,8 +6,8 @@ from anyio.from_thread import start_blocking_portal
 from starlette.testclient import TestClient
 
 from tests.helpers.samples import FILES, BFloat16, mesh_layout, write_checkpoint, write_mixed_run
-from treeckpt._api import inspect as read_index
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._loading.run_load import inspect as read_index
 from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.web.app import create_app
 

@@ -4,7 +4,7 @@ import time
 
 from starlette.testclient import TestClient
 
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt_dashboard.web.app import ROOMS, create_app
 
 PAGES = [route.path for room in ROOMS for route in room.pages.routes]

@@ -25,17 +25,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
+from tests.helpers.foreign_files import file_window
 from tests.helpers.world import on_ranks, small_tree
 from treeckpt._arrays.registry import decode
 from treeckpt._core.format.byte_map import extents_in_file, locate_chunks
+from treeckpt._core.format.files import Progress, decode_progress, encode_progress
 from treeckpt._core.format.index import INDEX_NAME, decode_index
-from treeckpt._core.format.save_progress import Progress, decode_progress, encode_progress
-from treeckpt._core.format.seals import sealed
-from treeckpt._core.format.shard_header import decode_header, header_nbytes
+from treeckpt._core.format.shard_header import decode_header, header_nbytes, sealed
 from treeckpt._core.format.timings import Span, Timings, decode_timings, encode_timings
 from treeckpt._core.tree.structure import Structure, paths_of, tables_of
 from treeckpt._core.tree.value_codec import Value
-from treeckpt._foreign.files import file_window
 from treeckpt._foreign.pickle_reader import read_pickle
 from treeckpt._foreign.pickle_values import PLAIN, build_tree
 from treeckpt._inspect.outline import Outline

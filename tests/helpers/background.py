@@ -21,8 +21,8 @@ import pytest
 
 import treeckpt as tc
 from treeckpt._io.comm.comm import Comm
-from treeckpt._io.storage.run_store import LocalRun, RunStore
-from treeckpt._io.storage.store import LocalStore, Writer
+from treeckpt._io.storage.local_store import LocalRun, LocalStore
+from treeckpt._io.storage.store import RunStore, Writer
 from treeckpt._saving.session import Session, session_of
 
 __all__ = [

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt._io.comm import abandoned, rounds, waiting
+from treeckpt._io.comm import rounds, waiting
 from treeckpt._io.comm.collective import Conclusion, Exchange
 from treeckpt._io.comm.comm import CommState
 
@@ -67,7 +67,7 @@ class World:
             own.turn.acquire()
             try:
                 found[rank], own.leaves = act(comm), True
-                abandoned.note_end(comm)
+                waiting.note_end(comm)
             except BaseException as error:
                 found[rank] = error
             own.ended = True
@@ -118,8 +118,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The clock of the rounds: that of the `world` which is put into it."""
     found = SimpleNamespace(world=None)
     found.monotonic = lambda: found.world.now
-    monkeypatch.setattr(abandoned, "_JOINED", set[Any]())  # else the end of this process is told to a model
-    for module in (abandoned, rounds, waiting):
+    monkeypatch.setattr(waiting, "_JOINED", set[Any]())  # else the end of this process is told to a model
+    for module in (rounds, waiting):
         monkeypatch.setattr(module, "time", found)
     yield found
 

@@ -14,9 +14,16 @@ from typing import Any
 import msgspec
 
 from tests.helpers.samples import START_NS
-from treeckpt._core.format.chunks import GridChunks, WholeChunk
 from treeckpt._core.format.index import INDEX_NAME, encode_index
-from treeckpt._core.format.records import ArrayRecord, Index, LeafRecord, ValueRecord, file_table
+from treeckpt._core.format.records import (
+    ArrayRecord,
+    GridChunks,
+    Index,
+    LeafRecord,
+    ValueRecord,
+    WholeChunk,
+    file_table,
+)
 from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block
 from treeckpt._core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from treeckpt._core.sharding.int_runs import encode_runs

@@ -159,7 +159,6 @@ def main() -> None:
     import treeckpt._cli.main
     import treeckpt._cli.show
     import treeckpt._foreign.foreign_checkpoint
-    import treeckpt._foreign.foreign_index
     import treeckpt._loading.load
     import treeckpt.convert._conversion  # noqa: F401
 

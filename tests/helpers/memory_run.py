@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from treeckpt._io.storage.run_store import RunStore
-from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, Store, Writer
+from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, RunStore, Store, Writer
 
 __all__ = ["MemoryRun"]
 

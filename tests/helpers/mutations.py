@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import treeckpt as tc
 from tests.helpers.hfai_parts import trained, write_parts
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.seals import sealed
+from treeckpt._core.format.shard_header import sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NUMBERS = (0, 1, -1, 2, 255, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 61) - 1, 1 << 62, (1 << 63) - 1, 10**30)

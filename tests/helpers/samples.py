@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from treeckpt._core.format.build_index import build_index
+from treeckpt._core.format.files import Sidecar, checksum, stored_name
 from treeckpt._core.format.index import INDEX_NAME, encode_index, encode_manifest
-from treeckpt._core.format.records import FileTable, Index, file_table
+from treeckpt._core.format.records import FileTable, Index, build_index, file_table
 from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
-from treeckpt._core.format.sidecars import Sidecar, checksum, stored_name
 from treeckpt._core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, merge_rank_trees
 from treeckpt._core.planning.save_plan import FilePlan, array_leaves, assign_offsets, assign_writers, plan_save
 from treeckpt._core.sharding.dtypes import dtype_of
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Layout, Mesh, MeshLayout, Replicate, Shard, StridedShard
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.value_codec import Value, encode_value
 

@@ -9,9 +9,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import layouts, shapes, trees
-from treeckpt._core.format.build_index import build_index
 from treeckpt._core.format.index import encode_manifest
-from treeckpt._core.format.records import FileTable, Index, file_table
+from treeckpt._core.format.records import FileTable, Index, build_index, file_table
 from treeckpt._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header
 from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
 from treeckpt._core.planning.save_plan import (
@@ -30,7 +29,8 @@ from treeckpt._core.sharding.placements import (
     Shard,
 )
 from treeckpt._core.sharding.region import Region
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec, StridedView
 from treeckpt._core.tree.value_codec import encode_value
 

@@ -35,7 +35,7 @@ from treeckpt._core.sharding.placements import (
     StridedShard,
 )
 from treeckpt._core.sharding.region import Region, flat_regions
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 
 __all__ = [
     "Branch",

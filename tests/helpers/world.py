@@ -12,7 +12,7 @@ import numpy as np
 
 import treeckpt as tc
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.seals import sealed
+from treeckpt._core.format.shard_header import sealed
 from treeckpt._io.comm.comm import Comm, thread_comms
 from treeckpt._io.storage.store import DirectoryEntry, Store, VersionTag, Writer
 

@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.indexes import index_of
-from treeckpt._core.format.chunks import GridChunks, WholeChunk
-from treeckpt._core.format.records import ArrayRecord
+from treeckpt._core.format.records import ArrayRecord, GridChunks, WholeChunk
 from treeckpt._core.format.shard_header import hash_block
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._inspect.checksum_diff import Checksums, compare_checksums
+from treeckpt._inspect.diff import Checksums, compare_checksums
 
 
 def stored(start, size, header=100, chunks=None):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt._core.format.timings import Span, Timings
-from treeckpt._inspect.critical_path import CriticalSegment, critical_path
 from treeckpt._inspect.profile import LATE_CALL, WAITING_PHASES, SpanColumns
+from treeckpt._inspect.timing_report import CriticalSegment, critical_path
 
 NAMES = st.sampled_from(["write", "hash", "agree", "gather"])
 

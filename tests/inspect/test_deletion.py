@@ -4,14 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.file_names import (
-    PIN_NAME,
-    deleted_name,
-    lease_name,
-    parse_file_name,
-    step_name,
-    verdict_name,
-)
+from treeckpt._core.format.files import PIN_NAME, deleted_name, lease_name, parse_file_name, step_name, verdict_name
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.deletion import (
@@ -46,23 +39,28 @@ def fact(name, age, nbytes=1):
     return FileInfo(name, nbytes, NOW - age)
 
 
+def folder_of(step, status, modified_ns, files, **more):
+    facts = {"created_ns": 0, "name": step_name(step), "modified_ns": modified_ns, **more}
+    return StepDirectory(step=step, status=status, files=files, **facts)
+
+
 def complete(step, *more, age=OLD, save_id=A):
     files = (fact("index.json", age), *files_of(save_id, age), *more)
-    return StepDirectory(step_name(step), step, "complete", NOW - age, files, save_id, NOW - age)
+    return folder_of(step, "complete", NOW - age, files, save_id=save_id, created_ns=NOW - age)
 
 
 def partial(step, *files, age=OLD):
-    return StepDirectory(step_name(step), step, "partial", NOW - age, files)
+    return folder_of(step, "partial", NOW - age, files)
 
 
 def clean(*folders, busy=()):
-    return plan_cleanup(folders, [Last(1)], TIMES, busy=frozenset(busy))
+    return plan_cleanup(folders, [Last(1)], TIMES, busy=busy)
 
 
 def test_a_checkpoint_goes_with_its_index_first_and_its_mark_last():
     cleaning = clean(complete(1), complete(2))
     assert cleaning.kept == {2: ("newest", "one of the last 1")}
-    [removal] = cleaning.removals
+    [removal] = cleaning.removed
     assert (removal.name, removal.what, removal.save_id, removal.directory) == (step_name(1), "checkpoint", A, True)
     assert removal.files == ("index.json", *sorted(file.name for file in files_of(A, 0)), deleted_name(A))
     assert removal.nbytes == 31
@@ -70,14 +68,14 @@ def test_a_checkpoint_goes_with_its_index_first_and_its_mark_last():
 
 
 def test_foreign_files_stay():
-    [removal] = clean(complete(1, fact("notes.txt", OLD), fact("model.safetensors", OLD)), complete(2)).removals
+    [removal] = clean(complete(1, fact("notes.txt", OLD), fact("model.safetensors", OLD)), complete(2)).removed
     assert not {"notes.txt", "model.safetensors"} & set(removal.files)
 
 
 def test_who_reads_or_writes_is_waited_for():
     reader, old_reader = fact(lease_name(C), NEW), fact(lease_name(C), LEASE)
     assert "being read" in clean(complete(1, reader), complete(2)).left[0].why
-    assert lease_name(C) in clean(complete(1, old_reader), complete(2)).removals[0].files
+    assert lease_name(C) in clean(complete(1, old_reader), complete(2)).removed[0].files
     writer = fact(shard_name(B, 1, 2, 0), NEW)
     assert "writing" in clean(complete(1, writer, *files_of(B, OLD)[:1]), complete(2)).left[0].why
     assert clean(complete(1), complete(2), busy=[step_name(1)]).left == (
@@ -86,32 +84,32 @@ def test_who_reads_or_writes_is_waited_for():
 
 
 def test_what_was_written_moments_ago_may_go_once_it_is_committed():
-    assert clean(complete(1, age=NEW), complete(2, age=NEW)).removals[0].name == step_name(1)
+    assert clean(complete(1, age=NEW), complete(2, age=NEW)).removed[0].name == step_name(1)
 
 
 def test_the_pinned_stay():
     cleaning = clean(complete(1, fact(PIN_NAME, OLD)), complete(2))
-    assert cleaning.kept[1] == ("pinned",) and not cleaning.removals
+    assert cleaning.kept[1] == ("pinned",) and not cleaning.removed
 
 
 def test_the_corrupt_stay_and_are_named():
     bad = msgspec.structs.replace(complete(3, *files_of(B, OLD)), status="corrupt", problem="a shard is missing")
     cleaning = clean(bad, complete(2))
     assert cleaning.left == (RetainedDirectory(step_name(3), "corrupt: a shard is missing"),)
-    assert list(cleaning.kept) == [2] and not cleaning.removals
+    assert list(cleaning.kept) == [2] and not cleaning.removed
 
 
 def test_a_crashed_save_goes_after_the_grace_period_by_its_newest_file():
     old, young = partial(3, *files_of(B, OLD)), partial(3, *files_of(B, OLD)[:2], fact(timings_name(B), NEW))
-    [removal] = clean(complete(2), old).removals
+    [removal] = clean(complete(2), old).removed
     assert removal.what == "leftovers" and removal.directory and len(removal.files) == 3
-    assert not clean(complete(2), young).removals
+    assert not clean(complete(2), young).removed
     assert "under way" in clean(complete(2), young).left[0].why
 
 
 def test_a_step_that_lost_only_its_index_goes_with_the_command_that_makes_it_again():
     lost = msgspec.structs.replace(partial(3, *files_of(B, OLD)), path="/run/step_00000003")
-    [removal] = clean(complete(2), lost).removals
+    [removal] = clean(complete(2), lost).removed
     assert "without an index, which treeckpt verify /run/step_00000003 --repair makes again" in removal.reason
     for other in (
         partial(3, *files_of(B, OLD)[1:]),
@@ -119,44 +117,44 @@ def test_a_step_that_lost_only_its_index_goes_with_the_command_that_makes_it_aga
         partial(3, *files_of(B, OLD), fact(deleted_name(B), OLD)),
         complete(2, *files_of(B, OLD)),
     ):
-        [removal] = clean(other).removals
+        [removal] = clean(other).removed
         assert "--repair" not in removal.reason
 
 
 def test_a_file_from_the_future_counts_as_new():
-    assert not clean(complete(2), partial(3, *files_of(B, -OLD))).removals
+    assert not clean(complete(2), partial(3, *files_of(B, -OLD))).removed
 
 
 def test_a_crashed_save_beside_a_committed_one_goes_and_the_committed_one_stays():
     temporary = fact(f".index.json.{C}.tmp", OLD)
-    [removal] = clean(complete(2, *files_of(B, OLD), temporary)).removals
+    [removal] = clean(complete(2, *files_of(B, OLD), temporary)).removed
     assert removal.what == "leftovers" and not removal.directory
     assert {parse_file_name(name).save_id for name in removal.files} == {B, None}
-    assert not clean(complete(2, *files_of(B, NEW), fact(f".index.json.{C}.tmp", NEW))).removals
+    assert not clean(complete(2, *files_of(B, NEW), fact(f".index.json.{C}.tmp", NEW))).removed
 
 
 def test_a_deletion_that_was_cut_short_is_finished_at_once():
     half = partial(1, *files_of(A, NEW)[1:], fact(deleted_name(A), NEW), age=NEW)
-    [removal] = clean(complete(2), half).removals
+    [removal] = clean(complete(2), half).removed
     assert removal.files[-1] == deleted_name(A) and removal.directory
     assert "cut short" in removal.reason
     reader = fact(lease_name(C), NEW)
-    assert not clean(complete(2), msgspec.structs.replace(half, files=(*half.files, reader))).removals
+    assert not clean(complete(2), msgspec.structs.replace(half, files=(*half.files, reader))).removed
 
 
 def test_a_mark_beside_an_index_means_nothing_yet():
     assert list(clean(complete(2, fact(deleted_name(A), NEW))).kept) == [2]
-    assert clean(complete(2, fact(deleted_name(A), OLD))).removals[0].files == (deleted_name(A),)
+    assert clean(complete(2, fact(deleted_name(A), OLD))).removed[0].files == (deleted_name(A),)
 
 
 def test_an_empty_directory_goes_after_the_grace_period():
-    assert clean(complete(2), partial(3)).removals[0].directory
+    assert clean(complete(2), partial(3)).removed[0].directory
     assert "begin" in clean(complete(2), partial(3, age=NEW)).left[0].why
 
 
 def test_an_empty_directory_stays_until_the_grace_period_has_passed():
     """A save that has just begun has made its directory, and written nothing yet."""
-    assert clean(complete(2), partial(3, age=GRACE)).removals[0].directory
+    assert clean(complete(2), partial(3, age=GRACE)).removed[0].directory
     [left] = clean(complete(2), partial(3, age=GRACE - 1)).left
     assert left.name == step_name(3)
 
@@ -164,20 +162,20 @@ def test_an_empty_directory_stays_until_the_grace_period_has_passed():
 def test_a_directory_that_was_touched_lately_stays_when_leftovers_in_it_go():
     """Another save may have begun there."""
     old = files_of(A, OLD)
-    [removal] = clean(complete(2), partial(3, *old, age=OLD)).removals
+    [removal] = clean(complete(2), partial(3, *old, age=OLD)).removed
     assert removal.directory and set(removal.files) == {file.name for file in old}
-    [removal] = clean(complete(2), partial(3, *old, age=NEW)).removals
+    [removal] = clean(complete(2), partial(3, *old, age=NEW)).removed
     assert not removal.directory and set(removal.files) == {file.name for file in old}
 
 
 def test_a_directory_with_other_files_stays_when_leftovers_in_it_go():
-    [removal] = clean(complete(2), partial(3, *files_of(A, OLD), fact("notes.txt", OLD))).removals
+    [removal] = clean(complete(2), partial(3, *files_of(A, OLD), fact("notes.txt", OLD))).removed
     assert not removal.directory and "notes.txt" not in removal.files
 
 
 def test_a_pinned_directory_without_an_index_stays():
     cleaning = clean(complete(2), partial(3, *files_of(B, OLD), fact(PIN_NAME, OLD)))
-    assert not cleaning.removals and "pinned" in cleaning.left[0].why
+    assert not cleaning.removed and "pinned" in cleaning.left[0].why
 
 
 AGES = st.sampled_from([-OLD, NEW, LEASE, OLD])
@@ -200,7 +198,7 @@ def folders(draw):
             files["index.json"] = fact("index.json", draw(AGES))
         save_id = A if status == "complete" else None
         found.append(
-            StepDirectory(step_name(step), step, status, NOW - draw(AGES), tuple(files.values()), save_id, NOW - step)
+            folder_of(step, status, NOW - draw(AGES), tuple(files.values()), save_id=save_id, created_ns=NOW - step)
         )
     return found
 
@@ -208,7 +206,7 @@ def folders(draw):
 def apply(found, cleaning):
     """What is there after a clean-up."""
     rest = []
-    gone = {removal.name: removal for removal in cleaning.removals}
+    gone = {removal.name: removal for removal in cleaning.removed}
     for folder in found:
         removal = gone.get(folder.name)
         if removal is not None:
@@ -228,14 +226,14 @@ def test_cleaning_again_changes_nothing(found, count):
     rest = apply(found, first)
     again = plan_cleanup(rest, [Last(count)], TIMES)
     assert again.kept == first.kept
-    assert not again.removals
+    assert not again.removed
 
 
 @given(folders(), st.integers(1, 3))
 def test_nothing_is_taken_that_somebody_may_need(found, count):
     cleaning = plan_cleanup(found, [Last(count)], TIMES)
     by_name = {folder.name: folder for folder in found}
-    for removal in cleaning.removals:
+    for removal in cleaning.removed:
         folder = by_name[removal.name]
         files = {file.name: file for file in folder.files}
         assert folder.status != "corrupt"
@@ -258,7 +256,7 @@ def test_nothing_is_taken_that_somebody_may_need(found, count):
                 continue  # timings alone keep nothing
             if any(NOW - f.modified_ns < GRACE for f in group) and not is_replaced(folder, group):
                 assert not {f.name for f in group} & set(removal.files)
-    for removal in cleaning.removals:
+    for removal in cleaning.removed:
         assert isinstance(removal, Removal) and removal.reason
 
 
@@ -288,7 +286,7 @@ def test_a_save_whose_coordinator_has_ended_goes_at_once():
         partial(3, *files_of(B, NEW), recorded(B, False)),
         complete(3, *files_of(B, NEW), recorded(B, False)),
     ):
-        [removal] = clean(status).removals
+        [removal] = clean(status).removed
         assert "was killed" in removal.reason
         assert {file.name for file in files_of(B, 0)} < set(removal.files) and recorded(B, False).name in removal.files
 
@@ -296,68 +294,68 @@ def test_a_save_whose_coordinator_has_ended_goes_at_once():
 def test_a_save_that_is_alive_stays_however_old_its_files_are():
     old = [*files_of(B, OLD), recorded(B, True, OLD)]
     assert "under way" in clean(complete(2), partial(3, *old)).left[0].why
-    assert not clean(complete(2, *old)).removals
+    assert not clean(complete(2, *old)).removed
     assert "writing" in clean(complete(1, *old), complete(2)).left[0].why
 
 
 def test_a_save_of_which_another_rank_lives_stays():
     both = [*files_of(B, NEW), recorded(B, False), recorded(B, True, rank=1)]
-    assert not clean(complete(2, *both)).removals
+    assert not clean(complete(2, *both)).removed
 
 
 def test_the_death_of_another_rank_than_the_coordinator_proves_nothing():
-    assert not clean(complete(2, *files_of(B, NEW), recorded(B, False, rank=1))).removals
-    assert not clean(complete(2, *files_of(B, NEW), recorded(B, None))).removals
+    assert not clean(complete(2, *files_of(B, NEW), recorded(B, False, rank=1))).removed
+    assert not clean(complete(2, *files_of(B, NEW), recorded(B, None))).removed
 
 
 def test_timings_alone_keep_nothing_and_stay_for_the_grace_period():
     failed = fact(timings_name(B), NEW)
-    assert clean(complete(1, failed), complete(2)).removals[0].what == "checkpoint"
-    assert not clean(complete(2, failed)).removals
+    assert clean(complete(1, failed), complete(2)).removed[0].what == "checkpoint"
+    assert not clean(complete(2, failed)).removed
     assert "failed" in clean(complete(2), partial(3, failed)).left[0].why
-    assert clean(complete(2, fact(timings_name(B), OLD))).removals[0].files == (timings_name(B),)
+    assert clean(complete(2, fact(timings_name(B), OLD))).removed[0].files == (timings_name(B),)
 
 
 def test_a_save_that_failed_leaves_its_timings_only():
     shards, failed = files_of(B, NEW)[:2], FileInfo(timings_name(B), 10, NOW - NEW, alive=False)
-    [removal] = clean(complete(2, *shards, failed)).removals
+    [removal] = clean(complete(2, *shards, failed)).removed
     assert set(removal.files) == {shard.name for shard in shards} and "failed" in removal.reason
-    [removal] = clean(complete(2, *shards, failed, age=0)).removals
+    [removal] = clean(complete(2, *shards, failed, age=0)).removed
     assert failed.name in removal.files, "a save was committed there later"
 
 
 def test_a_save_that_another_one_has_replaced_goes_at_once():
-    [removal] = clean(complete(2, *files_of(B, NEW), age=0)).removals
+    [removal] = clean(complete(2, *files_of(B, NEW), age=0)).removed
     assert set(removal.files) == {file.name for file in files_of(B, 0)} and "replaced" in removal.reason
-    assert not clean(partial(3, *files_of(B, NEW))).removals, "its index may have been lost"
-    assert not clean(complete(2, *files_of(B, NEW)[:2], age=0)).removals, "not all may be written yet"
+    assert not clean(partial(3, *files_of(B, NEW))).removed, "its index may have been lost"
+    assert not clean(complete(2, *files_of(B, NEW)[:2], age=0)).removed, "not all may be written yet"
 
 
 def test_a_reader_whose_process_has_ended_keeps_nothing():
     reader = FileInfo(lease_name(C), 1, NOW - NEW, alive=False)
-    assert lease_name(C) in clean(complete(1, reader), complete(2)).removals[0].files
-    assert clean(complete(2, reader)).removals[0].files == (lease_name(C),)
+    assert lease_name(C) in clean(complete(1, reader), complete(2)).removed[0].files
+    assert clean(complete(2, reader)).removed[0].files == (lease_name(C),)
 
 
 def test_the_temporary_file_of_a_process_that_has_ended_goes_at_once():
     temporary = FileInfo(f".index.json.{C}.tmp", 1, NOW - NEW, alive=False)
-    assert clean(complete(2, temporary)).removals[0].files == (temporary.name,)
+    assert clean(complete(2, temporary)).removed[0].files == (temporary.name,)
 
 
 def test_a_verdict_of_damage_goes_with_its_save_and_not_before():
     verdict, other = fact(verdict_name(A), NEW), fact(verdict_name(B), NEW)
-    [removal] = clean(complete(1, verdict), complete(2)).removals
+    [removal] = clean(complete(1, verdict), complete(2)).removed
     assert verdict_name(A) in removal.files, "a new verdict of an old save does not keep it"
-    assert not clean(complete(1, verdict)).removals and not clean(complete(1, verdict)).foreign
-    [removal] = clean(complete(1, verdict, other)).removals
+    assert not clean(complete(1, verdict)).removed and not clean(complete(1, verdict)).foreign
+    [removal] = clean(complete(1, verdict, other)).removed
     assert (removal.what, removal.files) == ("leftovers", (verdict_name(B),)), "that of a save that was replaced"
-    [removal] = clean(partial(1, verdict, *files_of(A, OLD))).removals
+    [removal] = clean(partial(1, verdict, *files_of(A, OLD))).removed
     assert verdict_name(A) in removal.files
 
 
 def test_what_could_not_be_read_stays():
-    cleaning = clean(StepDirectory(step_name(1), 1, "unread", 0, (), problem="EIO"), complete(2), complete(3))
-    assert [one.name for one in cleaning.removals] == [step_name(2)]
+    cleaning = clean(folder_of(1, "unread", 0, (), problem="EIO"), complete(2), complete(3))
+    assert [one.name for one in cleaning.removed] == [step_name(2)]
     assert cleaning.left == (RetainedDirectory(step_name(1), "it could not be read: EIO"),)
 
 
@@ -395,7 +393,7 @@ def judged(draw):
 @given(judged(), st.lists(POLICIES, max_size=3))
 def test_the_last_step_that_is_not_known_to_be_damaged_is_never_deleted(found, policies):
     plan = plan_cleanup([folder for _, folder in found.values()], policies, TIMES)
-    gone = {removal.name for removal in plan.removals if removal.what == "checkpoint"}
+    gone = {removal.name for removal in plan.removed if removal.what == "checkpoint"}
     stays = {verdict for verdict, folder in found.values() if folder.name not in gone}
     good = {"verified", "nothing"} & {verdict for verdict, _ in found.values()}
     assert not good or stays & {"verified", "nothing"}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.samples import MESH, gpt_state, write_checkpoint
-from treeckpt._api import inspect as read_index
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt._inspect.diff import Added, Changed, Moved, Removed, diff
+from treeckpt._loading.run_load import inspect as read_index
 
 
 def tree(**changes):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from treeckpt._inspect.element_stats import as_numbers
+from treeckpt._inspect.numbers import as_numbers
 
 FLOATS = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 

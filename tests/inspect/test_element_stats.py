@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt._inspect.element_stats import BATCH, BINS, element_stats, element_texts, elements_of
+from treeckpt._inspect.numbers import BATCH, BINS, element_stats, element_texts, elements_of
 
 
 def raw(array):

@@ -10,9 +10,8 @@ import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._core.format.timings import BLOCKING, MAX_TIME, Host, Span, Timings
 from treeckpt._core.sharding.int_runs import encode_runs
-from treeckpt._inspect.clocks import TOLERANCE_NS
 from treeckpt._inspect.perfetto import encode_trace
-from treeckpt._inspect.profile import LATE_CALL
+from treeckpt._inspect.profile import LATE_CALL, TOLERANCE_NS
 from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._runs import catalog
 

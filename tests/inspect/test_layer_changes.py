@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt._inspect.layer_changes import layer_changes, layer_of, relative_changes
+from treeckpt._inspect.ranking import layer_changes, layer_of, relative_changes
 
 
 @pytest.mark.parametrize(

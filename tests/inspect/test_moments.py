@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from treeckpt._core.sharding.dtypes import numpy_dtype
-from treeckpt._inspect.moments import BATCH, Moments, merged, moments_of
+from treeckpt._inspect.numbers import BATCH, Moments, merged, moments_of
 
 
 def raw(array):

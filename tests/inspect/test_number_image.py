@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt._inspect.number_image import BAD, COLUMNS, ROWS, number_image
+from treeckpt._inspect.numbers import IMAGE_COLUMNS, IMAGE_ROWS, NOT_FINITE_CELL, number_image
 
 
 def drawn(array):
@@ -17,7 +17,7 @@ def drawn(array):
 def test_a_small_plane_is_drawn_element_by_element(array):
     found, cells = drawn(array)
     finite = np.isfinite(array)
-    assert ((cells == BAD) == ~finite).all() and cells.shape == array.shape
+    assert ((cells == NOT_FINITE_CELL) == ~finite).all() and cells.shape == array.shape
     assert found.limit == np.abs(array[finite].astype(float)).max(initial=0)
     if found.limit:
         assert np.allclose(cells[finite], array[finite].astype(float) / found.limit * 127, atol=0.51)
@@ -27,9 +27,9 @@ def test_one_large_value_and_one_nan_of_millions_stay_visible():
     array = np.random.default_rng(0).standard_normal((2000, 1500)).astype(np.float32)
     array[1234, 77], array[3, 1499] = -900, np.nan
     found, cells = drawn(array)
-    assert cells.shape == (ROWS, COLUMNS) and found.limit == 900
-    assert np.argwhere(cells == -127).tolist() == [[1234 * ROWS // 2000, 77 * COLUMNS // 1500]]
-    assert np.argwhere(cells == BAD).tolist() == [[0, COLUMNS - 1]]
+    assert cells.shape == (IMAGE_ROWS, IMAGE_COLUMNS) and found.limit == 900
+    assert np.argwhere(cells == -127).tolist() == [[1234 * IMAGE_ROWS // 2000, 77 * IMAGE_COLUMNS // 1500]]
+    assert np.argwhere(cells == NOT_FINITE_CELL).tolist() == [[0, IMAGE_COLUMNS - 1]]
 
 
 def test_one_long_row_is_drawn_in_parts():

@@ -10,13 +10,13 @@ from tests.helpers.indexes import index_of
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
 from treeckpt._core.format.byte_map import extents_in_file, locate_chunks
-from treeckpt._core.format.chunks import WholeChunk
-from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord, WholeChunk
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, ListNode, PerRankNode
-from treeckpt._inspect.outline import Outline, held_nbytes
+from treeckpt._inspect.outline import Outline
+from treeckpt._runs.catalog import held_nbytes
 from treeckpt.errors import MismatchError
 
 

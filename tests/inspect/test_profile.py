@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from treeckpt._core.format.timings import BLOCKING, Host, Span, Timings
 from treeckpt._core.sharding.int_runs import encode_runs
-from treeckpt._inspect.critical_path import CriticalSegment, critical_path
 from treeckpt._inspect.perfetto import encode_trace
 from treeckpt._inspect.profile import (
     COORDINATOR_PHASES,
@@ -20,8 +19,15 @@ from treeckpt._inspect.profile import (
     profile_of,
     span_lanes,
 )
-from treeckpt._inspect.stragglers import find_stragglers, group_phase_matrix, phase_matrix, rank_groupings
-from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.timing_report import (
+    CriticalSegment,
+    TimingReport,
+    critical_path,
+    find_stragglers,
+    group_phase_matrix,
+    phase_matrix,
+    rank_groupings,
+)
 
 NAMES = st.sampled_from(["save", "stage", "write", "hash", "agree", "gather", "publish"])
 

@@ -11,7 +11,7 @@ from treeckpt._core.format.timings import Host, Span, Timings
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate
 from treeckpt._inspect.profile import LATE_CALL, SpanColumns, profile_of
-from treeckpt._inspect.stragglers import (
+from treeckpt._inspect.timing_report import (
     RankGrouping,
     Straggler,
     find_stragglers,

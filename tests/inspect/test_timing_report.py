@@ -3,10 +3,8 @@
 import pytest
 
 from treeckpt._core.format.timings import BLOCKING, Span, Timings
-from treeckpt._inspect.critical_path import critical_path
 from treeckpt._inspect.profile import SpanColumns, profile_of
-from treeckpt._inspect.stragglers import find_stragglers, phase_matrix
-from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._inspect.timing_report import TimingReport, critical_path, find_stragglers, phase_matrix
 
 MS = 10**6
 

@@ -5,8 +5,16 @@ import pytest
 from tests.helpers.indexes import index_of
 from tests.helpers.samples import gpt_state, write_checkpoint
 from treeckpt._core.format.byte_map import extents_in_file
-from treeckpt._core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
-from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
+from treeckpt._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    BoxChunks,
+    GridChunks,
+    NoChunks,
+    PerRankArrays,
+    ValueRecord,
+    WholeChunk,
+)
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, PerRankNode
 from treeckpt._inspect.outline import Outline

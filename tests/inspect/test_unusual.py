@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._inspect.unusual import Ranking, group_of, rank_unusual, reason_of
+from treeckpt._inspect.ranking import Ranking, group_of, rank_unusual, reason_of
 
 
 def columns(rows):

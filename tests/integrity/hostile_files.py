@@ -152,7 +152,7 @@ def _timed(path: Path) -> None:
     file = _timings(path)
     import msgspec
 
-    from treeckpt._core.format.seals import sealed
+    from treeckpt._core.format.shard_header import sealed
 
     document = msgspec.json.decode(file.read_bytes())
     document["timings"] |= {"world": 1 << 24, "hosts": [["x", [[0, 1, 1 << 24]]]]}

@@ -18,7 +18,7 @@ from tests.helpers.corruption import flip
 from tests.helpers.world import assert_equal, errors_of, on_ranks, shards_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import BLOCK, parse_shard_name
-from treeckpt._io.storage import local_read, mapped_read
+from treeckpt._io.storage import local_files
 from treeckpt._runs import catalog
 
 WORLD = 2
@@ -138,8 +138,7 @@ WAYS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(params=["page cache", "device"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the reader is told that the bytes lie: it takes them by read_parts and lend, or by O_DIRECT."""
-    for module in (local_read, mapped_read):
-        monkeypatch.setattr(module, "is_cached", lambda *_: request.param == "page cache")
+    monkeypatch.setattr(local_files, "is_cached", lambda *_: request.param == "page cache")
     return request.param
 
 

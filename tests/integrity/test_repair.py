@@ -23,7 +23,7 @@ from tests.helpers.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt._core.format.file_names import parse_file_name
+from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import BLOCK
 from treeckpt._io.storage import object_store

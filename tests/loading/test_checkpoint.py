@@ -13,8 +13,8 @@ import torch
 import treeckpt as tc
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage import metadata_files
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage import checkpoint
+from treeckpt._io.storage.local_store import LocalStore
 
 
 class CountingStore(LocalStore):
@@ -33,13 +33,13 @@ class CountingStore(LocalStore):
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The name of every index that was decoded."""
     names: list[str] = []
-    decode = metadata_files.decode_index
+    decode = checkpoint.decode_index
 
     def counting(data: bytes, name: str = INDEX_NAME) -> Any:
         names.append(name)
         return decode(data, name)
 
-    monkeypatch.setattr(metadata_files, "decode_index", counting)
+    monkeypatch.setattr(checkpoint, "decode_index", counting)
     yield names
 
 

@@ -9,10 +9,10 @@ import treeckpt
 from tests.helpers.samples import MESH, BFloat16, gpt_state, write_checkpoint
 from treeckpt._cli.main import main
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.diff import comparable, diff
 from treeckpt._io.storage.checkpoint import Checkpoint
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._loading.compare import delta_of, measured_pairs, value_changes, verdict_of
 from treeckpt.errors import CorruptError
 

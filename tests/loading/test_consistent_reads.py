@@ -15,11 +15,10 @@ import torch
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.world import shards_of
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage.run_store import LocalRun
-from treeckpt._io.storage.store import LocalStore
-from treeckpt._loading.consistent_reads import TRIES
+from treeckpt._io.storage.local_store import LocalRun, LocalStore
+from treeckpt._io.storage.obstore import TRIES
 
 N = 20_000
 WRITER = """

@@ -61,7 +61,7 @@ def saved(tree: Any) -> tc.MemoryStore:
 
 
 def owned_by(ids: Iterable[int], owner: tuple[int, int], parting: tuple[str, int]) -> list[int]:
-    from treeckpt._core.tree.row_order import buckets_of
+    from treeckpt._core.tree.keyed_table import buckets_of
     from treeckpt._core.tree.spec import TableSpec
 
     listed = np.array(list(ids), np.int64)

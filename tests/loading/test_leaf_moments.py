@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.samples import BFloat16, gpt_state, write_checkpoint
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.open import open_store
-from treeckpt._loading.leaf_moments import LeafMoments
-from treeckpt._loading.verify import verify_checkpoint
+from treeckpt._loading.verify import LeafMoments, verify_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import torch
 import treeckpt as tc
 from tests.helpers.world import Faulty, Switch, assert_equal, shards_of, small_tree, whole_tree
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage import local_read, mapped_read
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.storage import local_files
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 
 N = 1 << 20
 
@@ -24,8 +25,7 @@ N = 1 << 20
 @pytest.fixture(params=["page cache", "device"])
 def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the reader is told that the bytes lie: it takes them straight to their place, or through a buffer."""
-    for module in (local_read, mapped_read):
-        monkeypatch.setattr(module, "is_cached", lambda *_: request.param == "page cache")
+    monkeypatch.setattr(local_files, "is_cached", lambda *_: request.param == "page cache")
     return request.param
 
 

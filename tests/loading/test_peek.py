@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.samples import BFloat16, gpt_state, mesh_layout, write_checkpoint
-from treeckpt._core.format.chunks import WholeChunk
-from treeckpt._core.format.records import ArrayRecord, Index, file_table
+from treeckpt._core.format.records import ArrayRecord, Index, WholeChunk, file_table
 from treeckpt._core.format.shard_header import BLOCK, ShardEntry, ShardHeader, encode_header, hash_block, shard_name
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._loading.peek import MAX_NBYTES, peek
 from treeckpt.errors import CorruptError, LayoutError, MismatchError
 

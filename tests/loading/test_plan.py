@@ -20,7 +20,7 @@ from treeckpt._core.format.records import File
 from treeckpt._core.format.shard_header import BLOCK, hash_block, hash_parts
 from treeckpt._core.planning.load_plan import Chunk, split_at_multiples
 from treeckpt._core.sharding.region import Region
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._loading.plan import ContiguousMemory, Read, copy_contiguous, parts_of, plan_reads, read_for
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from treeckpt._io.comm.comm import SoloComm, default_comm
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 
 from .layouts import difference, distribute, mesh_of, seeded
 from .registry import Rank, case

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
-from treeckpt._core.format.file_names import parse_file_name, step_name
-from treeckpt._runs.catalog import scan
-from treeckpt._runs.checkpoint_info import CheckpointInfo
+from treeckpt._core.format.files import parse_file_name, step_name
+from treeckpt._runs.catalog import CheckpointInfo, scan
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2

@@ -21,7 +21,7 @@ from tests.helpers.samples import write_checkpoint, write_mixed_run, write_run
 from treeckpt._cli.main import main
 from treeckpt._core.html import el, joined, table
 from treeckpt._core.text import bytes_text
-from treeckpt._io.storage import metadata_files
+from treeckpt._io.storage import checkpoint
 from treeckpt._report import report
 from treeckpt._runs.catalog import scan
 from treeckpt.errors import CheckpointNotFound
@@ -71,8 +71,8 @@ def test_a_report_of_a_run_shows_every_checkpoint_and_the_newest_one(run, tmp_pa
 
 def test_a_report_decodes_each_index_once_and_counts_what_files_take(run, tmp_path, monkeypatch):
     decoded = []
-    decode = metadata_files.decode_index
-    monkeypatch.setattr(metadata_files, "decode_index", lambda *given: decoded.append(1) or decode(*given))
+    decode = checkpoint.decode_index
+    monkeypatch.setattr(checkpoint, "decode_index", lambda *given: decoded.append(1) or decode(*given))
     complete = next(info for info in scan(run) if info.status == "complete")
     decoded.clear()
     page = report(complete.path)

@@ -7,8 +7,7 @@ import pytest
 from treeckpt import rules as R
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt.errors import FormatError
-from treeckpt.rules._apply_rule import leaf_states
-from treeckpt.rules._apply_rules import apply_rules
+from treeckpt.rules._apply_rules import apply_rules, leaf_states
 
 Q = ("q", "k", "v")
 

@@ -11,8 +11,7 @@ import pytest
 from treeckpt import rules as R
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt.errors import FormatError, MismatchError, TreeckptError
-from treeckpt.rules._apply_rule import leaf_states, rule_history
-from treeckpt.rules._apply_rules import TransformedLeaves, apply_rules
+from treeckpt.rules._apply_rules import TransformedLeaves, apply_rules, leaf_states, rule_history
 
 Leaves = dict[str, ArraySpec | None]
 

@@ -11,8 +11,8 @@ import pytest
 import treeckpt as tc
 from tests.helpers.world import Faulty, Switch
 from treeckpt._cli.main import main
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._core.format.files import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._runs.active_saves import saves_under_way, under_way_text
 from treeckpt._runs.catalog import read_info, scan
 
@@ -27,7 +27,7 @@ def put(path, rank, *, phase="write", written=30, planned=100, updated=NOW, save
 
 def found(path):
     folder = LocalStore(path)
-    return saves_under_way(folder, folder.entries())
+    return saves_under_way(folder, [name for name in folder.entries() if parse_progress_name(name)])
 
 
 def test_ranks_are_summed_up(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import treeckpt as tc
-from treeckpt._runs.broken_loop import LoopState, is_of_workers
+from treeckpt._runs.schedule import LoopState, is_of_workers
 
 
 def mask() -> set[signal.Signals]:

@@ -11,16 +11,16 @@ import pytest
 
 import treeckpt
 from tests.helpers.samples import MESH, write_checkpoint, write_mixed_run, write_run
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog
-from treeckpt._runs.stat_cache import LruStatCache
+from treeckpt._runs.catalog import LruStatCache
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 

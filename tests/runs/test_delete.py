@@ -13,9 +13,10 @@ import pytest
 import treeckpt as tc
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 
 
 def test_a_step_is_deleted_on_request_and_the_others_stay(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks, reseal
 from treeckpt._cli.main import main
 from treeckpt._core.format import index as index_module
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.timing import Recorder
@@ -407,7 +407,7 @@ def test_a_run_that_cannot_be_listed_is_saved_into_all_the_same(tmp_path: Path, 
         raise tc.StoreError("run", expected="a listing", found="none")
 
     with monkeypatch.context() as patch:
-        patch.setattr("treeckpt._io.storage.run_store.LocalRun.names", refuse)
+        patch.setattr("treeckpt._io.storage.local_store.LocalRun.names", refuse)
         made.save(11, {"step": 11})
     assert "lineage" in caplog.text and manager(tmp_path).restore(step=11) == {"step": 11}
 
@@ -476,6 +476,6 @@ def test_a_save_reads_no_index_that_is_known(tmp_path: Path) -> None:
         return plain(data, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treeckpt._io.storage.metadata_files.decode_index", counting)
+        patch.setattr("treeckpt._io.storage.checkpoint.decode_index", counting)
         made.save(31, {"step": 31})
     assert len(set(reads)) <= 2, reads

@@ -16,13 +16,13 @@ from tests.helpers.background import until
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt import _api
-from treeckpt._core.format.file_names import PIN_NAME, deleted_name, parse_file_name, step_name
+from treeckpt._core.format.files import PIN_NAME, deleted_name, parse_file_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._io.storage.open import open_run
-from treeckpt._io.storage.reader_leases import hold_lease
-from treeckpt._io.storage.run_store import RunStore
+from treeckpt._io.storage.store import RunStore
 from treeckpt._io.timing import steady_clock
 from treeckpt._runs.catalog import scan
 from treeckpt._runs.run import RunDirectory

@@ -14,7 +14,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._loading import keywords
 from treeckpt._runs import options as manager_options
 from treeckpt.policy import Best, EveryPeriod, EverySteps, Last, Steps

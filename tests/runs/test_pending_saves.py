@@ -13,8 +13,8 @@ import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun, run_program
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks, small_tree
-from treeckpt._core.format.file_names import step_name
-from treeckpt._io.storage.run_store import RunStore
+from treeckpt._core.format.files import step_name
+from treeckpt._io.storage.store import RunStore
 from treeckpt._runs.run import RunDirectory
 
 

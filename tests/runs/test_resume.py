@@ -13,8 +13,8 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks, shards_of
-from treeckpt._core.format.file_names import step_name
-from treeckpt._io.storage import metadata_files
+from treeckpt._core.format.files import step_name
+from treeckpt._io.storage import checkpoint
 
 
 class Job:
@@ -309,8 +309,8 @@ def test_a_first_resume_takes_what_a_save_with_pickles_takes(tmp_path: Path) -> 
 
 def test_each_index_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(tmp_path).train(2)
-    decoded, real = list[str](), metadata_files.decode_index
-    monkeypatch.setattr(metadata_files, "decode_index", lambda data, name: decoded.append(name) or real(data, name))
+    decoded, real = list[str](), checkpoint.decode_index
+    monkeypatch.setattr(checkpoint, "decode_index", lambda data, name: decoded.append(name) or real(data, name))
     report = Job(tmp_path).resume()
     assert report is not None and report.step == 2
     assert len(decoded) == len(set(decoded)) == 2

@@ -1,7 +1,7 @@
 """Statistics are kept by save and place, within a limit; a damaged file is none."""
 
 from tests.helpers.samples import write_checkpoint
-from treeckpt._inspect.moments import Moments
+from treeckpt._inspect.numbers import Moments
 from treeckpt._runs.statistics_store import StatisticsStore
 
 

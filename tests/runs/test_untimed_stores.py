@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from treeckpt.stores import DirectoryEntry, MemoryStore, RunStore
+from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, RunStore
 
 
 class UntimedStore(MemoryStore):

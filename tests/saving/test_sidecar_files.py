@@ -13,7 +13,7 @@ import treeckpt as tc
 from tests.helpers.s3 import S3
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
 from treeckpt._cli.main import main
-from treeckpt._core.format.sidecars import MAX_SIDECAR_NBYTES, MAX_SIDECARS, stored_name
+from treeckpt._core.format.files import MAX_SIDECAR_NBYTES, MAX_SIDECARS, stored_name
 from treeckpt._io.comm.comm import Comm
 from treeckpt._io.storage.open import open_store
 

@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.training._groups import ParamGroup, is_same, labels_by_member, labels_of, match_groups, tree_of_groups
-from treeckpt.training._names import key_path
-from treeckpt.training._schedules import from_groups, to_groups
+from treeckpt.training._groups import (
+    ParamGroup,
+    from_groups,
+    is_same,
+    labels_by_member,
+    labels_of,
+    match_groups,
+    to_groups,
+    tree_of_groups,
+)
+from treeckpt.training._modules import key_path
 
 NAMES = [f"p{i}" for i in range(6)]
 VALUES = st.fixed_dictionaries({"lr": st.sampled_from([0.1, 0.2]), "betas": st.sampled_from([(0.9, 0.99), (0.5, 0.9)])})

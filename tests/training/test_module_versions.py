@@ -15,11 +15,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._io.comm.comm import SoloComm
-from treeckpt._loading.consistent_reads import on_versions
 from treeckpt._loading.match import LoadOptions
+from treeckpt._loading.run_load import on_versions
+from treeckpt.convert._contents import open_source
 from treeckpt.errors import MismatchError, TreeError
 from treeckpt.rules import as_rules
-from treeckpt.training._sources import open_source, saved_metadata
+from treeckpt.training._sources import saved_metadata
 
 
 class Scaled(nn.Module):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt.training._names import get_in, key_path, nested, strip_wrappers, tie_names
+from treeckpt.training._modules import get_in, key_path, nested, strip_wrappers, tie_names
 
 STEPS = st.lists(st.sampled_from(["module", "layers", "0", "weight", "_orig_mod"]), min_size=1, max_size=4)
 HOPS = st.lists(st.sampled_from(["module", "_orig_mod", "_checkpoint_wrapped_module"]), max_size=3, unique=True)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import treeckpt as tc
 from treeckpt import training
-from treeckpt._io.storage.counting_store import CountingStore
+from treeckpt._io.storage.wrapped_store import CountingStore
 
 from .jobs import net, run, same_tensors, stepped
 

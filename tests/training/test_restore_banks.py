@@ -12,9 +12,9 @@ from torch import nn
 import treeckpt as tc
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
-from treeckpt._loading.consistent_reads import on_versions
 from treeckpt._loading.match import LoadOptions
-from treeckpt.training._sources import open_source
+from treeckpt._loading.run_load import on_versions
+from treeckpt.convert._contents import open_source
 
 
 class Net(nn.Module):

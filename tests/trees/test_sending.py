@@ -14,8 +14,8 @@ from tests.helpers.layout_cases import Case, bits, cases, on_ranks
 from tests.helpers.thread_transport import ThreadTransport
 from treeckpt._core.sharding.region import Region
 from treeckpt._io.comm.comm import ThreadComm
-from treeckpt.trees import _gathering, _sending
-from treeckpt.trees._transport import PackedRegion, pack_regions
+from treeckpt.trees import _collectives
+from treeckpt.trees._collectives import PackedRegion, pack_regions
 
 
 def _whole(case: Case) -> dict[Any, Any]:
@@ -31,7 +31,7 @@ def test_any_layout_is_gathered_whole_on_any_ranks(case: Case, limit: int, data:
     def act(comm: ThreadComm) -> None:
         tree, before = case.tree(comm.rank, saved=True), case.tree(comm.rank, saved=True)
         transport = ThreadTransport(comm)
-        found = _gathering.gather(tree, transport=transport, ranks=chosen, device=None, limit=limit, namespace="")
+        found = _collectives.gather(tree, transport=transport, ranks=chosen, device=None, limit=limit, namespace="")
         assert found["values"] == list(case.values) and found["none"] == (None, {}, [])
         own = found["own"].value
         assert own["rank"] == comm.rank and torch.equal(own["state"], torch.arange(case.own[comm.rank]))
@@ -57,7 +57,7 @@ def test_one_rank_distributes_over_any_layout(case: Case, limit: int, data: st.D
         expected = case.tree(comm.rank, saved=False)["layers"]
         like = case.tree(comm.rank, saved=False)["layers"]
         whole = {number: dict.fromkeys(("w", "tied"), full) for number, full in _whole(case).items()}
-        found = _sending.distribute(
+        found = _collectives.distribute(
             whole if comm.rank == source else None, like, transport=ThreadTransport(comm), source=source, device=None,
             limit=limit, namespace="",
         )  # fmt: skip
@@ -79,7 +79,7 @@ def test_pieces_that_contradict_each_other_are_not_gathered(low: int) -> None:
         local = torch.full((6, 2), 1.0)
         local[-1] = content
         tree = {"w": tc.Sharded(local, (6 + 3 * low, 2), (start, 0))}
-        return _gathering.gather(
+        return _collectives.gather(
             tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1 << 20, namespace=""
         )
 
@@ -102,7 +102,7 @@ def test_replicas_are_not_sent_again_and_each_element_is_sent_once() -> None:
         low = 10 * comm.rank
         tree = {"replica": full, "rows": tc.Sharded(full[low : low + 10].clone(), full.shape, (low, 0))}
         transport = ThreadTransport(comm)
-        found = _gathering.gather(tree, transport=transport, ranks=[2], device=None, limit=1 << 20, namespace="")
+        found = _collectives.gather(tree, transport=transport, ranks=[2], device=None, limit=1 << 20, namespace="")
         assert comm.rank != 2 or torch.equal(found["rows"], full)
         return transport.moved
 
@@ -131,7 +131,7 @@ def test_a_rank_that_fails_to_begin_is_named_on_all(world: int) -> None:
     def act(comm: ThreadComm) -> tc.RankError:
         tree = {"w": object() if comm.rank == 1 else 5}
         with pytest.raises(tc.RankError, match="rank 1: TreeError: w: expected an array") as caught:
-            _gathering.gather(tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1, namespace="")
+            _collectives.gather(tree, transport=ThreadTransport(comm), ranks=None, device=None, limit=1, namespace="")
         return caught.value
 
     assert all(list(error.ranks) == [1] for error in on_ranks(world, act))

@@ -20,12 +20,18 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from .._core.tree.containers import AbsentSubtree, FromRank, flatten_one_level, is_leaf_type, is_stateful_type
+from .._core.tree.containers import (
+    AbsentSubtree,
+    FromRank,
+    ObjectState,
+    PerRank,
+    flatten_one_level,
+    is_leaf_type,
+    is_stateful_type,
+)
 from .._core.tree.dict_attributes import METADATA
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
-from .._core.tree.in_place import update_in_place
+from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.keyed_table import TableColumn
-from .._core.tree.object_state import ObjectState
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import index_path, key_text, rank_key
 from .._core.tree.tensor_parts import TensorParts

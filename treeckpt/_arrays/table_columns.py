@@ -17,8 +17,7 @@ import numpy as np
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import TableColumn
-from .._core.tree.row_order import Executor, RowOrder, buckets_of, owned_text, sort_rows
+from .._core.tree.keyed_table import Executor, RowOrder, TableColumn, buckets_of, owned_text, sort_rows
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._threads import WorkerThreads
 from ..errors import TreeError

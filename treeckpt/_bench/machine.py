@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from .._io.storage.os_files import usable_cpus
+from .._io.process import usable_cpus
 
 PACKAGES = (
     "treeckpt",

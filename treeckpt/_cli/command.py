@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._io.storage.bucket import is_url, local_path
 from .._io.storage.foreign_formats import describe_foreign, describe_place
+from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run
 from .._report.terminal import fail
 from .._runs import catalog

@@ -13,7 +13,7 @@ from .._core.text import count_text, json_number
 from .._inspect.diff import Added, Diff, Moved, Removed, diff
 from .._io.storage.open import open_store
 from .._loading.compare import ValueChange, value_changes
-from .._loading.one_checkpoint import opened
+from .._loading.run_load import opened
 from .._report.terminal import print_json, print_line, print_table
 from .._runs.progress_bar import stores_bar
 from .command import Commands, progress_of

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import is_step_name
+from .._core.format.files import is_step_name
 from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
-from .._io.storage.bucket import local_path
 from .._io.storage.foreign_formats import describe_foreign
+from .._io.storage.local_store import local_path
 from .._io.storage.open import open_run, open_store
 from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.active_saves import under_way_text
-from .._runs.checkpoint_info import CheckpointInfo, with_verification
+from .._runs.catalog import CheckpointInfo, with_verification
 from .._runs.progress_bar import counting_bar
 from .._runs.verification import VerificationStore, cache_directory
 from .command import Commands, no_such_run, progress_of, usage_error

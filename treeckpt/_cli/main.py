@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .._io.os_errors import hint_for
-from .._io.storage.local_read import FOLLOW_LINKS
+from .._io.storage.local_files import FOLLOW_LINKS
 from .._report.terminal import fail
 from ..errors import CheckpointNotFound, StoreError, TreeckptError
 from . import completion, convert, dashboard, diff, export, listing, runs, show, verify

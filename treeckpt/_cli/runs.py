@@ -13,18 +13,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from .._core.format.file_names import MAX_STEP, is_step_name, step_name, step_of
+from .._core.format.files import MAX_STEP, is_step_name, step_name, step_of
 from .._core.text import bytes_text, count_text
-from .._inspect.deletion import Removal, RetainedDirectory
+from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
+from .._io.storage.deletions import GRACE
 from .._io.storage.open import open_run
 from .._report.terminal import fail, print_json, print_line, print_table
-from .._runs.catalog import is_checkpoint, scan
-from .._runs.checkpoint_info import CheckpointInfo, loadable_text
-from .._runs.policy_text import parse_best
+from .._runs.catalog import CheckpointInfo, is_checkpoint, loadable_text, scan
 from .._runs.progress_bar import counting_bar
-from .._runs.run import GRACE, CleanReport, RunDirectory, clean_checkpoint
+from .._runs.run import RunDirectory, clean_checkpoint
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
-from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps
+from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
 
 

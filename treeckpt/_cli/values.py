@@ -18,7 +18,7 @@ from .._core.format.records import AliasRecord, Index, Leaf, PerRankArrays
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
-from .._inspect.element_stats import ElementStats, as_numbers, element_stats
+from .._inspect.numbers import ElementStats, as_numbers, element_stats
 from .._io.storage.store import Store
 from .._loading.peek import Peek, peek, peek_blob
 

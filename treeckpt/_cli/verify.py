@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from .. import _api
-from .._core.format.file_names import is_step_name
+from .._core.format.files import is_step_name
 from .._core.format.index import INDEX_NAME
 from .._core.text import bytes_text, count_text, json_number, number_text, seconds_text
-from .._inspect.unusual import reason_of
-from .._io.storage.metadata_files import read_index_bytes
+from .._inspect.ranking import reason_of
+from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
 from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog
-from .._runs.checkpoint_info import CheckpointInfo
+from .._runs.catalog import CheckpointInfo
 from .._runs.progress_bar import counting_bar, stores_bar
 from .._runs.statistics_store import StatisticsStore
 from .._runs.verification import (
@@ -64,7 +64,7 @@ def _verify(options: argparse.Namespace) -> int:
         found = catalog.scan(path) if catalog.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
-    info = None if shown is False else catalog.read_info_or_unread(open_store(path), follow=True)
+    info = None if shown is False else catalog.read_info(path, follow=True, or_unread=True)
     with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)
     rows = _statistics(path) if options.statistics and report.ok else None

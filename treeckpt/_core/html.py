@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from .text import visible
+from ..errors import visible
 
 _VOID = frozenset({"meta", "input", "br"})
 

@@ -21,10 +21,8 @@ from .._arrays.base import LazyArray
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from ..errors import CorruptError
-from .files import FileRange
+from .files import FileRange, new_address
 
-ADDRESSES = 1 << 60
-"""The first address of bytes in files; no memory has such addresses."""
 BLOCK = 1 << 20
 """Bytes that are read at a time where an entry is read through."""
 _ONE, _POLYNOMIAL = 1 << 31, 0xEDB88320
@@ -168,30 +166,21 @@ class EntryChecksum:
         self.sound = True
 
 
-class ArchiveStorages:
-    """The storages of one conversion: their addresses, and the checksums of those that are entries of archives.
-
-    Addresses make ties and views of one storage recognizable.
+class ArchiveChecksums:
+    """The checksums of entries of archives, of which arrays are storages.
 
     Args:
         alone: whether this process reads all that is converted.
     """
 
-    def __init__(self, *, alone: bool = True) -> None:
+    def __init__(self, *, alone: bool) -> None:
         self.alone = alone
-        self._next = ADDRESSES
         self._sums: dict[tuple[str, int], EntryChecksum] = {}
         self._lock = threading.RLock()
         self._entries: list[tuple[int, EntryChecksum]] = []
         """With their addresses, which grow."""
         self._by_file: dict[str, list[EntryChecksum]] = {}
         """Those that have a CRC, by the URL of their file and in its order."""
-
-    def take(self, nbytes: int) -> int:
-        """Returns the first address of a new range."""
-        start = self._next
-        self._next += max(nbytes, 1) + 4096
-        return start
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""
@@ -224,10 +213,10 @@ class ArchiveStorages:
             return 0
         return max(0, nbytes - sum(entry.window.size for entry in entries if entry.crc and entry.sound))
 
-    def take_entry(self, entry: EntryChecksum) -> int:
+    def new_address(self, entry: EntryChecksum) -> int:
         """Returns the first address of a new range for an entry."""
         with self._lock:  # archives may be opened while others are read
-            address = self.take(entry.window.size)
+            address = new_address(entry.window.size)
             self._entries.append((address, entry))
             return address
 

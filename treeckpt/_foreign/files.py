@@ -7,13 +7,11 @@ from there. Any other array is read by its `read`, box by box.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -27,10 +25,12 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
 from .._core.tree.spec import ArraySpec
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.foreign_formats import HEAD, PADDLE_METADATA, format_of_head, format_of_names
-from .._io.storage.local_read import LocalReader, read_head
+from .._io.storage.foreign_formats import HEAD, format_of_head, format_of_names
+from .._io.storage.local_files import read_head
+from .._io.storage.local_store import LocalStore
 from .._io.storage.open import local_directory, open_store
-from .._io.storage.store import DirectoryEntry, LocalStore, Store, StoreTraits
+from .._io.storage.store import DirectoryEntry, Store, StoreTraits
+from .._io.storage.wrapped_store import WrappedStore
 from ..errors import CheckpointNotFound, CorruptError
 
 ReadComputed = Callable[[int, memoryview], object]
@@ -80,88 +80,57 @@ class FileRange(msgspec.Struct, frozen=True):
             self.store.read_into(self.name, inner.start, out.data, shared=shared)
 
 
-def file_window(path: str | os.PathLike[str]) -> FileRange:
-    """Returns a whole local file.
-
-    Raises:
-        CheckpointNotFound: there is none.
-    """
-    file = Path(path).absolute()
-    only = "" if PADDLE_METADATA.fullmatch(file.name) else file.name  # Paddle's names files beside it
-    return store_window(ForeignStore(file.parent, only), file.name)
-
-
-class ForeignStore(LocalStore):
-    """A directory of another program; links are followed, because the cache of Hugging Face consists of them.
+class ForeignStore(WrappedStore):
+    """The files that another program wrote, in any store, and arrays that are computed when they are read.
 
     Args:
-        only: the one file that is meant, if it is not the whole directory.
+        kind: the format, one of `FOREIGN`.
+        file: the one file that is meant; empty for the whole directory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], only: str = "") -> None:
-        super().__init__(directory)
-        self.only = only
-        self._places: dict[str, str] = {}
+    def __init__(self, inner: Store, kind: str, file: str = "") -> None:
+        super().__init__(inner)
+        self.kind, self.file = kind, file
         self.computed: dict[str, ReadComputed] = {}
         """Arrays that are read as if they were files, by a name that no file has: odd strides, values in a pickle."""
 
     @property
-    def traits(self) -> StoreTraits:
-        """As those of a directory, but for its path, which would lead around `computed`."""
-        return msgspec.structs.replace(super().traits, local_path=None)
+    def label(self) -> str:
+        """The URL of what is meant, for errors."""
+        return f"{self.url}/{self.file}" if self.file else self.url
 
-    def scan(self) -> dict[str, DirectoryEntry]:
-        try:
-            paths = [self.directory / self.only] if self.only else self.directory.iterdir()
-            found = {path.name: path.stat() for path in paths if path.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        return {name: DirectoryEntry(at.st_size, at.st_mtime_ns, at.st_ino) for name, at in found.items()}
+    @property
+    def traits(self) -> StoreTraits:
+        """As those of the files, but never far: `fetch` knows nothing of `computed`."""
+        return msgspec.structs.replace(super().traits, far=False)
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        if not self.file or self.kind == "paddle":  # Paddle's file names others beside it
+            return self.inner.entries()
+        entry = self.inner.entry(self.file)
+        return {} if entry is None else {self.file: entry}
+
+    def sizes(self) -> dict[str, int]:
+        return Store.sizes(self)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
         if name in self.computed:
             self.computed[name](offset, out)
         else:
-            super().read_into(name, offset, out, shared=shared)
+            self.inner.read_into(name, offset, out, shared=shared)
 
     def read_parts(self, name: str, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
-        return name not in self.computed and super().read_parts(name, offset, parts, shared=shared)
+        return name not in self.computed and self.inner.read_parts(name, offset, parts, shared=shared)
 
-    @contextlib.contextmanager
-    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> Iterator[memoryview | None]:
-        if name in self.computed:
-            yield None
-            return
-        with super().mapped(name, offset, nbytes, fetch=fetch) as memory:
-            yield memory
+    def mapped(self, name: str, offset: int, nbytes: int, *, fetch: bool) -> AbstractContextManager[memoryview | None]:
+        return nullcontext() if name in self.computed else self.inner.mapped(name, offset, nbytes, fetch=fetch)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
         if name not in self.computed:
-            return super().map(self._resolved(name), offset, nbytes)
+            return self.inner.map(name, offset, nbytes)
         data = memoryview(bytearray(nbytes))
         self.computed[name](offset, data)
         return data
-
-    def modified_ns(self) -> int:
-        """Returns the time at which the newest file was changed, in nanoseconds; 0 if there is none."""
-        return max((entry.modified_ns for entry in self.scan().values()), default=0)
-
-    def read(self, name: str, *, limit: int) -> bytes:
-        return super().read(self._resolved(name), limit=limit)
-
-    def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return super()._reader(self._resolved(name))
-
-    def _resolved(self, name: str) -> str:
-        if name not in self._places:  # links are followed once: it takes several requests to the file system
-            self._places[name] = str((self.directory / name).resolve())
-        return self._places[name]
-
-
-def open_foreign(path: str | os.PathLike[str] | Store) -> Store:
-    """Returns the store of a directory of another program."""
-    store = open_store(path)
-    return store if (place := store.traits.local_path) is None else ForeignStore(place)
 
 
 def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -> FileRange:
@@ -176,29 +145,61 @@ def store_window(store: Store, name: str, sizes: dict[str, int] | None = None) -
     return FileRange(store, name, 0, size)
 
 
-def foreign_at(path: Any) -> FileRange | ForeignStore | None:
-    """Returns the source at a local path, or in a local store, that another program wrote; None for anything else.
+def foreign_at(path: Any) -> ForeignStore | None:
+    """Returns the files at a path, or in a store, that another program wrote; None for anything else.
+
+    Links are followed in a local directory, because the cache of Hugging Face consists of them. In other stores a
+    checkpoint is known by the names of its files alone.
 
     Raises:
         StoreError: it could not be read, so that this is not known.
     """
-    if (place := local_directory(path)) is None:
-        return None
+    place = local_directory(path)
     try:
-        if place.is_file():
-            known = format_of_head(place.name, read_head(place, HEAD))
-            return None if known in (None, "pickle") else file_window(place)
-        if (place / INDEX_NAME).exists():
-            return None
-        names = [entry.name for entry in place.iterdir()]
+        if place is not None and place.is_file():
+            kind = format_of_head(place.name, read_head(place, HEAD))
+            found = kind not in (None, "pickle")
+            return ForeignStore(LocalStore(place.parent, follow_links=True), kind, place.name) if found else None
+        store = open_store(path) if place is None else LocalStore(place, follow_links=True)
+        names = store.sizes()
     except (ValueError, CorruptError):  # what is wrong with the path is said where a checkpoint is expected
         return None
     except OSError as error:
         if not shows_damage(error):
             raise wrap_read_error(error, str(place)) from error
         return None
-    known = format_of_names(names) is not None and not any(map(parse_shard_name, names))
-    return ForeignStore(place) if known else None
+    if INDEX_NAME in names or any(map(parse_shard_name, names)) or (kind := format_of_names(names)) is None:
+        return None
+    return ForeignStore(store, kind)
+
+
+FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle")
+"""Formats of other programs that can be read."""
+
+
+class ForeignTree(msgspec.Struct, frozen=True):
+    """What the reader of a format returns."""
+
+    tree: Any
+    """The arrays in it are left in the files, and `...` is in the place of what could not be read."""
+    metadata: dict[str, str] = {}
+    unread: tuple[str, ...] = ()
+    """The names of files of the same format in the directory that no index has."""
+
+
+_ADDRESSES = 1 << 60
+"""The first address of bytes in files; no memory has such addresses."""
+_next_address = _ADDRESSES
+_address_lock = threading.Lock()
+
+
+def new_address(nbytes: int) -> int:
+    """Returns the first address of a range that no other bytes have: ties and views of one storage are known by it."""
+    global _next_address
+    with _address_lock:
+        start = _next_address
+        _next_address += max(nbytes, 1) + 4096
+    return start
 
 
 NARROW = 4096

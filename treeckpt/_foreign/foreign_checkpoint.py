@@ -1,32 +1,74 @@
-"""Has files of another program read as a checkpoint: its index is made of what they hold, its bytes stay in them."""
+"""Files of another program as a checkpoint, which holds what the reader of their format returns.
+
+A conversion reads the arrays in it (`contents`). What else reads a checkpoint takes the index, which is made of the
+same contents when it is first asked for, in the form of ours: arrays are then read from the files in place. Each file
+stands for the stream of one rank, in which bytes have the offsets that they have in the file. An array whose bytes
+are not in a file as they are (odd strides, values of a pickle) stands for a file of its own, which is computed when
+it is read.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import xxhash
 
-from .._core.format.records import File, Index
-from .._core.tree.flatten import flatten
-from .._inspect.checksum_diff import Checksums
+from .._arrays.base import LazyArray
+from .._arrays.describe import describe_tree
+from .._arrays.registry import encode, resolve
+from .._core.format.records import (
+    ArrayRecord,
+    BoxChunks,
+    Chunks,
+    DeferredChunks,
+    File,
+    Index,
+    LeafRecord,
+    WholeChunk,
+    build_index,
+    encode_boxes,
+    file_table,
+)
+from .._core.format.shard_header import MAX_NBYTES, padded_nbytes
+from .._core.planning.load_plan import Chunk
+from .._core.planning.rank_trees import RankClass, merge_rank_trees
+from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.int_runs import decode_runs, encode_runs
+from .._core.sharding.region import MAX_NDIM, Region
+from .._core.tree.flatten import flatten, unflatten
+from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import Structure
+from .._core.tree.value_codec import TypedValue
+from .._inspect.diff import Checksums
 from .._io.comm.comm import launched_rank
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.far_store import for_reading
-from .._io.storage.foreign_formats import describe_foreign, names_text
+from .._io.storage.foreign_formats import describe_foreign, names_text, other_formats
 from .._io.storage.memory import PAGE_NBYTES
-from .._io.storage.open import open_store
 from .._io.storage.shard_reader import OpenedShard
-from .._io.storage.store import Store
-from ..errors import FormatError
-from .checksums import ArchiveStorages
-from .files import FileRange, ForeignStore, foreign_at
+from ..errors import CheckpointError, FormatError
+from .checksums import ArchiveChecksums
+from .files import (
+    ArrayPart,
+    FileArray,
+    FileRange,
+    FlatReader,
+    ForeignStore,
+    ForeignTree,
+    elements_of,
+    memory_array,
+    range_of,
+    store_window,
+)
 
 if TYPE_CHECKING:
-    from .foreign_records import ForeignIndex
     from .pickle_values import RefusedLeaf
+
 
 _log = logging.getLogger("treeckpt")
 
@@ -34,59 +76,74 @@ _log = logging.getLogger("treeckpt")
 class _EntryChecks(msgspec.Struct, frozen=True):
     """The checksums of one file: those of entries of zip archives in it."""
 
-    storages: ArchiveStorages
+    sums: ArchiveChecksums
     url: str
 
     def take(self, start: int, data: memoryview) -> None:
-        self.storages.take_range(self.url, start, data)
+        self.sums.take_range(self.url, start, data)
+
+
+class ForeignContents(msgspec.Struct, frozen=True):
+    """What files of another program hold, with the arrays left in them."""
+
+    structure: Structure
+    leaves: tuple[tuple[str, Any], ...]
+    """The leaves with their paths, in the structure's order: lazy arrays, values, and `...` for each refused one."""
+    refused: tuple[RefusedLeaf, ...]
+    """The leaves that only their own code could make."""
+    metadata: dict[str, str]
+    unread: tuple[str, ...]
+    """Names of the files of the directory that hold arrays and are not read: of other formats, or in no index."""
 
 
 class ForeignCheckpoint(Checkpoint):
     """Files of another program that are read in place.
 
     They have no version: what another process changes meanwhile is not noticed, unless a CRC-32 shows it.
+
+    Args:
+        alone: this process reads all that is read: checksums of what it reads as a whole are compared meanwhile.
     """
 
-    def __init__(self, source: FileRange | ForeignStore) -> None:
-        store = source.store if isinstance(source, FileRange) else source
+    def __init__(self, store: ForeignStore, *, alone: bool = False) -> None:
         super().__init__(store)
-        self._source: FileRange | ForeignStore = source
-        self._files = cast(ForeignStore, store)  # as `foreign_at` gives it
-        self.url = source.label if isinstance(source, FileRange) else source.url
-        self._storages = ArchiveStorages(alone=False)
+        self._files, self.kind, self.url = store, store.kind, store.label
+        self.sums = ArchiveChecksums(alone=alone)
+
+    @cached_property
+    def contents(self) -> ForeignContents:
+        """What the reader of the format returns.
+
+        Raises:
+            CheckpointNotFound, FormatError, CorruptError: the state of the files, or an array that no library takes.
+        """
+        refused: list[RefusedLeaf] = []
+        found = _read_tree(self._files, self.sums, refused)
+        unread = found.unread if self._files.file else (*found.unread, *other_formats(self.sizes, self.kind))
+        structure, leaves = flatten(found.tree)
+        made: dict[int, LazyArray] = {}
+        arrays: list[tuple[str, Any]] = []
+        for path, leaf in leaves:
+            if isinstance(leaf, np.ndarray):
+                leaf = made.setdefault(id(leaf), memory_array(leaf))
+            if isinstance(leaf, LazyArray):
+                _check_shape(leaf.spec, path, self.url)
+            arrays.append((path, leaf))
+        return ForeignContents(structure, tuple(arrays), tuple(refused), found.metadata, unread)
 
     @cached_property
     def index_bytes(self) -> bytes:
         return b""
 
     @cached_property
-    def index(self) -> Index:
-        return self._index
-
-    @cached_property
-    def _index(self) -> ForeignIndex:
-        """Made of the files.
-
-        Raises:
-            CheckpointNotFound, FormatError, CorruptError: the state of the files.
-        """
-        from .foreign_index import index_files  # importing the readers takes as long as all the rest of a load
-        from .sources import directory_format, file_format, read_foreign
-
-        source = self._source
-        if isinstance(source, FileRange):
-            kind = file_format(self._files.directory / source.name)
-        else:
-            kind = directory_format(source)
-        refused: list[RefusedLeaf] = []
-        found = read_foreign(self._source, kind, self._storages, refused)
-        if found.unread and ((launched := launched_rank()) is None or launched.rank == 0):
+    def index(self) -> ForeignIndex:
+        contents = self.contents
+        if contents.unread and ((launched := launched_rank()) is None or launched.rank == 0):
             text = "%s: files of %s are read, and beside them these are not: %s. Give the path of one to load it"
-            _log.warning(text, self.url, kind, names_text(found.unread))
-        sizes = {name: size for name, size in self.sizes.items() if not name.startswith(".")}
-        for path, leaf in flatten(found.tree)[1]:
-            self._storages.note(path, leaf)
-        return index_files(found, sizes, self._files.modified_ns(), refused, self._files)
+            _log.warning(text, self.url, self.kind, names_text(contents.unread))
+        for path, leaf in contents.leaves:
+            self.sums.note(path, leaf)
+        return index_files(contents, self._files)
 
     def own(self) -> Checkpoint:
         found, _ = describe_foreign(self.url) or ("files of another program", "")
@@ -101,19 +158,18 @@ class ForeignCheckpoint(Checkpoint):
         return self.own().checksums(file)
 
     def reopened(self) -> Checkpoint:
-        return ForeignCheckpoint(self._source)
+        return ForeignCheckpoint(self._files)
 
     def check_against_files(self) -> None:
         pass
 
     @property
     def repeated_nbytes(self) -> int:
-        return self._index.repeated_nbytes
+        return self.index.repeated_nbytes
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
-        return OpenedShard(
-            file, (), PAGE_NBYTES, self.index, checks=_EntryChecks(self._storages, f"{self.store.url}/{file.name}")
-        )
+        checks = _EntryChecks(self.sums, f"{self.store.url}/{file.name}")
+        return OpenedShard(file, (), PAGE_NBYTES, self.index, checks=checks)
 
     def is_open(self, file: File, *, whole: bool) -> bool:
         return True
@@ -122,16 +178,217 @@ class ForeignCheckpoint(Checkpoint):
         return False
 
     def unverified(self, nbytes: int) -> int:
-        return self._storages.unverified(nbytes)
+        return self.sums.unverified(nbytes)
 
 
-def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
-    """Opens a path, a URL or a store; returns its store, and a function that opens a version of the checkpoint there.
+def _read_tree(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    """Calls the reader of a format, which is imported here: each takes as long as all the rest of a load.
+
+    Args:
+        refused: receives leaves that only their own code could make, which become `...`.
 
     Raises:
-        StoreError, CheckpointError: as `open_store`.
+        CheckpointNotFound, FormatError, CorruptError: the state of the files.
     """
-    if (found := foreign_at(path)) is not None:
-        return (found.store if isinstance(found, FileRange) else found), partial(ForeignCheckpoint, found)
-    store = for_reading(open_store(path))
-    return store, partial(Checkpoint, store)
+    if store.kind == "safetensors":
+        from .safetensors_read import read_safetensors, read_sharded
+
+        found = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
+        metadata = {key: text for key, text in found.metadata.items() if key != "format"}
+        return ForeignTree(dict(found.tree), metadata, found.unread)
+    if store.kind in ("dcp", "paddle"):
+        from .dcp_read import read_dcp, read_paddle
+
+        is_dcp = store.kind == "dcp"
+        return ForeignTree(read_dcp(store, sums, refused) if is_dcp else read_paddle(store, store.file))
+    from .torch_read import read_hfai, read_torch
+
+    if store.kind == "hfai":
+        return ForeignTree(read_hfai(store, sums, refused))
+    return ForeignTree(read_torch(store_window(store, store.file), sums, refused))
+
+
+def _check_shape(spec: ArraySpec, path: str, label: str) -> None:
+    """Raises FormatError for an array of more dimensions, or bytes, than any library takes."""
+    shape, itemsize = spec.shape, dtype_of(spec.dtype).itemsize
+    if len(shape) > MAX_NDIM or padded_nbytes(shape, itemsize) >= MAX_NBYTES:
+        raise FormatError(
+            f"{path}: {label}",
+            expected=f"an array of at most {MAX_NDIM} dimensions and {MAX_NBYTES - 1} bytes",
+            found=f"{len(shape)} dimensions, {shape!r:.80}",
+        )
+
+
+PARTS = 24
+"""Bits of a part's number in the rank of an array that is computed."""
+REFUSED = "refused"
+"""The kind of a stored value that could not be read: an error where it is asked for."""
+
+
+FREE = 64 << 20
+"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
+TIMES = 16
+"""Times the bytes of all files that they may take beyond that."""
+
+
+class ForeignIndex(Index, frozen=True, dict=True):
+    """The index of files that another program wrote."""
+
+    names: tuple[str, ...] = ()
+    """Of the files; the number of a file is the rank whose stream it is."""
+    computed: dict[int, int] = msgspec.field(default_factory=dict)
+    """Bytes of each array that is computed when it is read, by the rank whose stream it is."""
+
+    @cached_property
+    def file_list(self) -> tuple[File, ...]:
+        sizes = decode_runs(self.files.nbytes).tolist()
+        return tuple(File(name, n, 0, 0, size, 0) for n, (name, size) in enumerate(zip(self.names, sizes, strict=True)))
+
+    @property
+    def file_kind(self) -> str:
+        return "file"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.entries)
+
+    @property
+    def repeated_nbytes(self) -> int:
+        """Bytes that arrays may take beside those of the files, where several of them show the same bytes."""
+        nbytes = int(decode_runs(self.files.nbytes).sum())
+        return most_nbytes(nbytes) - nbytes
+
+    def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
+        if rank in self.computed:
+            return File(computed_name(rank), rank, 0, 0, self.computed[rank], 0), start
+        return super().locate(rank, start, stop, path)
+
+
+def computed_name(rank: int) -> str:
+    """Returns the name under which a store has an array that is computed; no file has it."""
+    return f"{rank}/computed"
+
+
+def most_nbytes(nbytes: int) -> int:
+    """Returns the bytes that the arrays in files of so many bytes may take."""
+    return nbytes + FREE + TIMES * nbytes
+
+
+def _computed_rank(files: int, number: int, part: int) -> int:
+    """Returns the rank whose stream an array is that is computed: part `part` of leaf `number`."""
+    return files + (number << PARTS) + part
+
+
+class _ChunkFinder:
+    """Finds the chunks of arrays, and registers those that are computed.
+
+    Args:
+        names: of the files; the number of each is a rank.
+        computed: receives the bytes of arrays that are computed, by rank; `store` receives what computes them.
+    """
+
+    def __init__(self, names: Sequence[str], computed: dict[int, int], store: ForeignStore) -> None:
+        self._ranks = {name: number for number, name in enumerate(names)}
+        self._computed, self._store = computed, store
+
+    def chunks(self, number: int, array: LazyArray) -> Chunks:
+        """Returns the chunks of the array of a leaf."""
+        if isinstance(array, FileArray) and not array.deferred and (window := range_of(array)) is not None:
+            return WholeChunk(self._ranks[window.name], window.start)
+        if not isinstance(array, FileArray):
+            return WholeChunk(self._register(number, 0, array), 0)
+        return DeferredChunks(partial(self._find, number, array), array.count)
+
+    def _find(self, number: int, array: FileArray, region: Region | None) -> list[Chunk]:
+        return [self._chunk(number, part) for part in array.parts(region)]
+
+    def _chunk(self, number: int, part: ArrayPart) -> Chunk:
+        if isinstance(part.data, FileRange):
+            return Chunk(part.region, self._ranks[part.data.name], part.data.start)
+        return Chunk(part.region, self._register(number, part.number, part.data), 0)
+
+    def _register(self, number: int, part: int, array: LazyArray) -> int:
+        """Registers an array under a rank that is the same in every process; returns the rank."""
+        rank = _computed_rank(len(self._ranks), number, part)
+        self._computed[rank] = array.nbytes
+        read = partial(_fill, elements_of(array), dtype_of(array.spec.dtype).itemsize)
+        self._store.computed[computed_name(rank)] = read
+        return rank
+
+
+def _fill(flat: FlatReader, itemsize: int, offset: int, out: memoryview) -> None:
+    """Fills memory with the bytes of elements from byte `offset` on."""
+    first, last = offset // itemsize, -(-(offset + len(out)) // itemsize)
+    data = np.ascontiguousarray(flat(first, last - first)).view(np.uint8).reshape(-1)
+    out[:] = data[offset - first * itemsize :][: len(out)].data
+
+
+def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
+    """Returns the index of a tree whose arrays are in files; those that are computed are registered with the store.
+
+    Raises:
+        TreeError, FormatError: a leaf that no checkpoint holds.
+    """
+    entries = {name: entry for name, entry in store.entries().items() if entry.regular}
+    sizes = {name: entry.nbytes for name, entry in sorted(entries.items()) if not name.startswith(".")}
+    tree = unflatten(
+        contents.structure, iter([None if leaf is ... else leaf for _, leaf in contents.leaves]), resolve=resolve
+    )
+    described = describe_tree(tree, rank=0)
+    values = described.values | {one.path: TypedValue(REFUSED, (one.what[:200], one.why)) for one in contents.refused}
+    index = build_index(
+        merge_rank_trees([RankClass(encode_runs([0]), described.inventory)], 1),
+        None,
+        file_table((number, 0, 0, nbytes, 0) for number, nbytes in enumerate(sizes.values())),
+        values=values,
+        own_values={},
+        save_id=xxhash.xxh3_64_hexdigest(repr(list(sizes.items())).encode()),
+        step=None,
+        created_ns=max((entry.modified_ns for entry in entries.values()), default=0),
+        metadata={
+            key: encode(value, f"metadata/{key}", allow_pickle=False) for key, value in contents.metadata.items()
+        },
+    )
+    computed: dict[int, int] = {}
+    finder = _ChunkFinder(list(sizes), computed, store)
+    arrays = dict(contents.leaves)
+    leaves: list[LeafRecord] = []
+    for number, ((path, _), record) in enumerate(zip(index.paths, index.leaves, strict=True)):
+        if isinstance(record, ArrayRecord):
+            record = ArrayRecord(record.spec, record.layout, finder.chunks(number, arrays[path]))
+        leaves.append(record)
+    fields = {name: getattr(index, name) for name in index.__struct_fields__}
+    return ForeignIndex(**{**fields, "leaves": tuple(leaves)}, names=tuple(sizes), computed=computed)
+
+
+def with_found_chunks(index: ForeignIndex) -> ForeignIndex:
+    """Returns the index with the places of all chunks, so that it can be stored.
+
+    An array whose files cannot be read is in none, as one that is computed: a load says what is wrong with them.
+    """
+    leaves: list[LeafRecord] = []
+    for number, record in enumerate(index.leaves):
+        if isinstance(record, ArrayRecord) and isinstance(record.chunks, DeferredChunks):
+            spec = index.specs[record.spec]
+            try:
+                chunks = _boxes(record.chunks.find(None), spec.shape)
+            except CheckpointError:
+                rank = _computed_rank(len(index.names), number, 0)
+                index.computed[rank] = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+                chunks = WholeChunk(rank, 0)
+            record = msgspec.structs.replace(record, chunks=chunks)
+        leaves.append(record)
+    fields = {name: getattr(index, name) for name in index.__struct_fields__}
+    return ForeignIndex(**{**fields, "leaves": tuple(leaves)})
+
+
+def _boxes(found: Sequence[Chunk], shape: tuple[int, ...]) -> Chunks:
+    """Encodes the chunks of an array; there are none of an empty one."""
+    if not found:
+        empty = encode_runs([])
+        return BoxChunks((empty,) * len(shape), (empty,) * len(shape), empty, empty)
+    found = sorted(found, key=lambda chunk: chunk.region.offset)
+    columns = ([chunk.region.offset for chunk in found], [chunk.region.shape for chunk in found])
+    offsets, shapes = (np.array(column, np.int64).reshape(len(found), len(shape)) for column in columns)
+    ranks, starts = np.array([chunk.rank for chunk in found]), np.array([chunk.start for chunk in found])
+    return encode_boxes(shape, offsets, shapes, ranks, starts)

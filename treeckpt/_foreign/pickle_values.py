@@ -290,6 +290,18 @@ def dtype_named(symbol: Any) -> str:
     return dtype_of(name).name
 
 
+def sizes_of(node: Any, label: str, expected: str = "a torch.Size") -> tuple[int, ...]:
+    """Returns a shape or an offset.
+
+    Raises:
+        FormatError: it is none.
+    """
+    listed = isinstance(node, (tuple, list)) and len(node) <= MAX_NDIM
+    if not listed or any(type(n) is not int or not 0 <= n < 1 << 62 for n in node):
+        raise FormatError(label, expected=expected, found=brief(node))
+    return tuple(node)
+
+
 class RefusedLeaf(msgspec.Struct, frozen=True):
     """A leaf that could not be built."""
 

@@ -21,8 +21,7 @@ from .._core.tree.spec import ArraySpec
 from .._io.storage.foreign_formats import SAFETENSORS_INDEX
 from .._io.storage.store import Store
 from ..errors import CorruptError, FormatError, TreeckptError
-from .checksums import ArchiveStorages
-from .files import FileRange, flat_array, store_window
+from .files import FileRange, ForeignTree, flat_array, new_address, store_window
 
 MAX_HEADER = 100 << 20
 """Bytes; safetensors' own limit."""
@@ -58,7 +57,7 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
     return entries, window.within(8 + length, window.size - 8 - length)
 
 
-def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str]]:
+def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """Returns the tensors of one file by name, and its metadata.
 
     Raises:
@@ -68,7 +67,7 @@ def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict
         entries, data = _header(window)
         raw = entries.pop("__metadata__", None)
         metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw is not None else {}
-        found = {name: _entry(name, entry, data, storages) for name, entry in entries.items()}
+        found = {name: _entry(name, entry, data) for name, entry in entries.items()}
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -80,7 +79,7 @@ def read_safetensors(window: FileRange, storages: ArchiveStorages) -> tuple[dict
     return found, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: FileRange, storages: ArchiveStorages) -> LazyArray:
+def _entry(name: str, raw: msgspec.Raw, data: FileRange) -> LazyArray:
     entry = decode_json(raw, _SafetensorsEntry)
     dtype = TAGS.get(entry.dtype)
     if dtype is None:
@@ -88,7 +87,7 @@ def _entry(name: str, raw: msgspec.Raw, data: FileRange, storages: ArchiveStorag
     start, stop = entry.data_offsets
     if any(n < 0 for n in entry.shape) or math.prod(entry.shape) * dtype_of(dtype).itemsize != stop - start:
         raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {entry.shape} of {dtype}")
-    return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), storages.take(stop - start))
+    return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), new_address(stop - start))
 
 
 class _SafetensorsIndex(msgspec.Struct):
@@ -96,8 +95,8 @@ class _SafetensorsIndex(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, LazyArray], dict[str, str], set[str]]:
-    """Returns the tensors and the metadata of a directory, of the files in its index or of all, and their names.
+def read_sharded(store: Store) -> ForeignTree:
+    """Returns the tensors and the metadata of a directory, of the files in its index or of all.
 
     Raises:
         FormatError, CorruptError: files or tensors are missing, or named twice.
@@ -113,7 +112,7 @@ def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, Laz
     for name in sorted(names):
         if name not in sizes:
             raise CorruptError(f"{store.url}/{name}", expected="a shard that the index names", found="no such file")
-        tensors, more = read_safetensors(store_window(store, name, sizes), storages)
+        tensors, more = read_safetensors(store_window(store, name, sizes))
         if twice := found.keys() & tensors.keys():
             raise FormatError(f"{store.url}/{name}", expected="each tensor once", found=f"{min(twice)[:80]!r} again")
         found |= tensors
@@ -121,7 +120,8 @@ def read_sharded(store: Store, storages: ArchiveStorages) -> tuple[dict[str, Laz
     if missing := wanted.keys() - found.keys():
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
     stored = {name: found.pop(name) for name in wanted}
-    return stored | found, metadata, names
+    beside = sorted(name for name in sizes if name.endswith(".safetensors") and name not in names)
+    return ForeignTree(stored | found, metadata, tuple(beside))
 
 
 def _check_shards(url: str, names: Iterable[str]) -> None:

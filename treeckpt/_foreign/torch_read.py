@@ -1,14 +1,20 @@
 """Files of torch.save, read without torch.load: the pickle as data, the storages left in the file.
 
-A tensor becomes a lazy array over its storage's entry of the zip archive; tensors over one storage are found to be ties
-and views of each other by the address that the storage is given. Entries of the archive are not compressed, so each is
-a range of the file.
+A tensor becomes a lazy array over its storage's entry of the zip archive; tensors over one storage are found to be
+ties and views of each other by the address that the storage is given. Entries of the archive are not compressed, so
+each is a range of the file.
+
+hfai.checkpoint.save writes such a file for each rank, `PART_000.pt` ...: each part has some of the tensors whole, and
+its share of every large one, `view(-1).chunk(n)[rank]`, with the shape beside it. What comes out is what
+hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
 """
 
 from __future__ import annotations
 
 import struct
 import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,13 +23,15 @@ import numpy as np
 from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of, numpy_dtype
 from .._core.sharding.region import Region, memory_order
-from .._core.text import visible
+from .._core.tree.dict_attributes import copy_attributes
 from .._core.tree.spec import ArraySpec
-from ..errors import CorruptError, FormatError
-from .checksums import ArchiveStorages, EntryChecksum
-from .files import FileRange, flat_of, strided_array, with_spec
+from .._io.storage.foreign_formats import HFAI_PART
+from .._io.storage.store import Store
+from ..errors import CheckpointNotFound, CorruptError, FormatError, visible
+from .checksums import ArchiveChecksums, EntryChecksum
+from .files import FileRange, flat_of, from_ranges, store_window, strided_array, with_spec
 from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pickle
-from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named
+from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
 
 MAX_ENTRIES = 1 << 22
 
@@ -125,10 +133,10 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
 class _TorchArchive:
     """The entries and storages of one file."""
 
-    def __init__(self, window: FileRange, storages: ArchiveStorages) -> None:
-        self.storages = storages
+    def __init__(self, window: FileRange, sums: ArchiveChecksums) -> None:
+        self.sums = sums
         self.entries = {
-            name: storages.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
+            name: sums.sum_of(found.window, found.crc, name) for name, found in find_entries(window).items()
         }
         names = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(names) != 1 or any("/code/" in name or name.endswith("/constants.pkl") for name in self.entries):
@@ -168,7 +176,7 @@ class _TorchArchive:
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
             entry.window.within(0, nbytes)
-            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.storages.take_entry(entry))
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size, self.sums.new_address(entry))
         found = self._storages[key]
         if (found.dtype, found.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -276,15 +284,130 @@ def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 _CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from_type_v2": _of_type}
 
 
-def read_torch(window: FileRange, storages: ArchiveStorages, refused: list[RefusedLeaf] | None = None) -> Any:
+def read_torch(window: FileRange, sums: ArchiveChecksums, refused: list[RefusedLeaf] | None = None) -> Any:
     """Returns the tree in a file of torch.save, with its tensors left in the file.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
         TreeError: it holds an object that only its own code could make; noted in `refused` if that is given.
     """
-    archive = _TorchArchive(window, storages)
+    archive = _TorchArchive(window, sums)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
     pickled.check()
     read = read_pickle(pickled.window, _CONSTRUCTORS, persistent=archive.storage)
     return build_tree(read, window.label, refused)
+
+
+VERSION = "2.0.0"
+_OWN_KEYS = ("model", "optimizer", "__version__", "__nshards__")
+
+
+class HfaiParts:
+    """The parts of one checkpoint, in order."""
+
+    def __init__(self, store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> None:
+        self.store = store
+        files = store.sizes()
+        names = sorted((int(match[1]), name) for name in files if (match := HFAI_PART.fullmatch(name)))
+        if not names:
+            raise CheckpointNotFound(store.url, expected="PART_000.pt", found="none", hint="Check the path")
+        if [number for number, _ in names] != list(range(len(names))):
+            raise self._wrong(f"PART_000.pt to PART_{len(names) - 1:03d}.pt", f"{[name for _, name in names][:8]}")
+        self.states: list[Any] = []
+        for _, name in names:
+            self.states.append(read_torch(store_window(store, name, files), sums, refused))
+        self._check([name for _, name in names])
+
+    def _wrong(self, expected: str, found: str) -> CorruptError:
+        return CorruptError(
+            self.store.url,
+            expected=expected,
+            found=found,
+            hint="Parts of another save may lie here, or some are missing; hfai writes no record that could tell",
+        )
+
+    def _check(self, names: Sequence[str]) -> None:
+        for number, (name, state) in enumerate(zip(names, self.states, strict=True)):
+            label = f"{self.store.url}/{name}"
+            if not isinstance(state, dict) or not {"model", "optimizer"} <= state.keys():
+                raise FormatError(label, expected="a part of hfai.checkpoint.save", found=f"{type(state).__name__}")
+            if (version := state.get("__version__", "1.0.0")) != VERSION:
+                raise FormatError(label, expected=f"version {VERSION}", found=brief(version))
+            if state.get("__nshards__") != len(self.states):
+                raise self._wrong(f"{len(self.states)} parts in part {number}", f"{brief(state.get('__nshards__'))}")
+            for key in ("model", "optimizer"):
+                if not isinstance(state[key], list) or len(state[key]) != len(self.states[0][key]):
+                    raise self._wrong(f"{len(self.states[0][key])} entries of {key} in each part", f"part {number}")
+                if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in state[key]):
+                    raise FormatError(label, expected="pairs of whole and large tensors", found=f"{key}")
+
+    def _large(self, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, LazyArray]:
+        """Assembles the tensors that are split over all parts."""
+        found: dict[Any, list[tuple[Any, Any]]] = {}
+        for _, large in pairs:
+            if not isinstance(large, dict) or any(not isinstance(v, tuple) or len(v) != 2 for v in large.values()):
+                raise FormatError(self.store.url, expected="shapes and shares of large tensors", found=brief(large))
+            for name, share in large.items():
+                found.setdefault(name, []).append(share)
+        return {name: self._joined(name, shares) for name, shares in found.items()}
+
+    def _joined(self, name: Any, shares: Sequence[tuple[Any, Any]]) -> LazyArray:
+        shapes = {sizes_of(shape, self.store.url) for shape, _ in shares}
+        arrays = [array for _, array in shares]
+        kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
+        if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
+            raise self._wrong(f"shares of one shape and dtype of {brief(name)}", f"{brief(sorted(shapes))}, {kinds}")
+        spec = ArraySpec(shapes.pop(), kinds.pop())
+        dtype_of(spec.dtype)
+        return from_ranges(spec, arrays, f"{brief(name)}: {self.store.url}")
+
+    def _united(self, whole: dict[Any, Any], large: dict[Any, Any]) -> dict[Any, Any]:
+        if twice := sorted(map(str, whole.keys() & large.keys())):
+            raise CorruptError(self.store.url, expected="each tensor once", found=f"{twice[:3]} twice")
+        return whole | large
+
+    def model(self, number: int) -> dict[Any, Any]:
+        """Returns the state dict of model number `number`."""
+        pairs = [state["model"][number] for state in self.states]
+        found: dict[Any, Any] = {}
+        for params, _ in pairs:
+            if not isinstance(params, dict):
+                raise FormatError(self.store.url, expected="state dicts of models", found=brief(params))
+            found |= params
+        united, first = self._united(found, self._large(pairs)), pairs[0][0]
+        return copy_attributes(first, OrderedDict(united)) if type(first) is OrderedDict else united
+
+    def optimizer(self, number: int) -> dict[Any, Any]:
+        """Returns the state dict of optimizer number `number` as torch has it; param groups are in every part."""
+        pairs = [state["optimizer"][number] for state in self.states]
+        first = pairs[0][0]
+        state: dict[Any, Any] = {}
+        for opt, _ in pairs:
+            if not isinstance(opt, dict) or not isinstance(opt.get("state"), dict):
+                raise FormatError(self.store.url, expected="state dicts of optimizers", found=f"{type(first).__name__}")
+            state |= opt["state"]
+        for key, tensor in self._large(pairs).items():
+            if not isinstance(key, tuple) or len(key) != 2 or not isinstance(state.get(key[0]), dict):
+                raise FormatError(self.store.url, expected="the parameter and name of a moment", found=brief(key))
+            state[key[0]] = self._united(state[key[0]], {key[1]: tensor})
+        return first | {"state": {key: state[key] for key in sorted(state, key=_order)}}
+
+
+def _order(key: Any) -> tuple[bool, Any]:
+    return (False, key) if type(key) is int else (True, str(key))
+
+
+def read_hfai(store: Store, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> dict[str, Any]:
+    """Returns the state in a directory of hfai.checkpoint.save, with its tensors left in the files.
+
+    Raises:
+        CheckpointNotFound, FormatError, CorruptError: there is none, or its parts do not fit together.
+    """
+    parts = HfaiParts(store, sums, refused)
+    first = parts.states[0]
+    found: dict[str, Any] = {}
+    for key, make in (("model", parts.model), ("optimizer", parts.optimizer)):
+        made = [make(number) for number in range(len(first[key]))]
+        if made or key == "model":
+            found[key] = made[0] if len(made) == 1 else made
+    return found | {key: value for key, value in first.items() if key not in _OWN_KEYS}

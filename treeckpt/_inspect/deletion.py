@@ -7,7 +7,7 @@
    them is older than the grace period.
 3. An interrupted deletion is recognized by its `deleted.<save id>.json`, and is finished at once.
 
-A save is alive while a process runs that keeps a progress record of it (`_core.format.save_progress`). It is dead in
+A save is alive while a process runs that keeps a progress record of it (`_core.format.files`). It is dead in
 three cases: the process of its coordinator, which alone could commit it, has ended; or the coordinator has removed its
 record and the timings record a failure; or the coordinator has removed its record and an index was published after all
 shards of the save, so that another save has replaced it. Timings alone keep nothing from being deleted; those that
@@ -21,18 +21,25 @@ want to rescue what is in them). A file with a time in the future counts as new.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-from .._core.format.file_names import CheckpointFile, deleted_name, final_name, is_undecided, parse_file_name
-from .._core.format.save_progress import parse_progress_name
+from .._core.format.files import (
+    CheckpointFile,
+    deleted_name,
+    final_name,
+    is_undecided,
+    parse_file_name,
+    parse_progress_name,
+    step_name,
+)
+from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
-from .._core.text import visible
+from ..errors import visible
 from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
-INDEX = "index.json"
 _NO_SAVE = "0" * 16
 """The save id in the mark of an index that no save can be told of."""
 _LOCKS = frozenset({"deleting", "repairing"})
@@ -49,24 +56,17 @@ class FileInfo(msgspec.Struct, frozen=True):
     that is not known. For timings: False where they record a failure of the save."""
 
 
-class StepDirectory(msgspec.Struct, frozen=True):
-    """One directory of a run that is named as a step, as listed."""
+class StepDirectory(StepInfo, frozen=True, kw_only=True):
+    """One directory of a run that is named as a step, as listed; whether it is pinned is read from its files."""
 
     name: str
-    step: int
     status: Literal["complete", "partial", "corrupt", "unread"]
     """unread: it could not be read; nothing is known of it, and it stays."""
     modified_ns: int
     files: tuple[FileInfo, ...]
     save_id: str | None = None
     """The save id in the index; None where there is no index, or it cannot be read."""
-    created_ns: int = 0
-    metrics: dict[str, float] = {}
     problem: str = ""
-    sequence: int | None = None
-    """As in `StepInfo`."""
-    abandoned: bool = False
-    damaged: bool = False
     path: str = ""
     """Its path or URL; empty where none is to be named."""
 
@@ -107,19 +107,50 @@ class RetainedDirectory(msgspec.Struct, frozen=True):
     why: str
 
 
-class CleanupPlan(msgspec.Struct, frozen=True):
-    """The decision about every directory of a run."""
+class CleanReport(msgspec.Struct, frozen=True):
+    """The result of a clean-up, or with `dry_run` its plan.
 
+    Attributes:
+        run: its path or URL.
+        kept: the steps that are kept, with the reasons.
+        removed: what was removed, and why.
+        left: what is kept for now, and why.
+        failed: what could not be removed, and why.
+        warnings: problems of the policies: a metric that no checkpoint has.
+        dry_run: whether nothing was removed: then `removed` lists what would be.
+        abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
+        foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
+    """
+
+    run: str
     kept: dict[int, tuple[str, ...]]
-    """Steps that stay, with the reasons."""
-    removals: tuple[Removal, ...]
+    removed: tuple[Removal, ...]
     left: tuple[RetainedDirectory, ...]
+    failed: tuple[RetainedDirectory, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Notes to the user about the policies."""
+    dry_run: bool = False
     abandoned: tuple[int, ...] = ()
-    """Those steps of `kept` that are on abandoned branches."""
     foreign: dict[str, tuple[str, ...]] = {}
-    """Files that treeckpt did not write, by the name of their directory; they stay."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were removed, or with `dry_run` would be."""
+        return sum(removal.nbytes for removal in self.removed)
+
+    def why(self, step: int) -> str:
+        """Returns the reasons for keeping a step as text."""
+        return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
+
+    def __str__(self) -> str:
+        word = "would go" if self.dry_run else "removed"
+        steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
+        rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
+        rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
+        rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
+        rows += [f"  left      {one.name}: {one.why}" for one in self.left]
+        rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
+        rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
+        return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
 
 def plan_cleanup(
@@ -127,16 +158,18 @@ def plan_cleanup(
     policies: Sequence[Policy],
     times: CleanupTimes,
     *,
-    busy: frozenset[str] = frozenset(),
-) -> CleanupPlan:
-    """Decides about every directory of a run.
+    run: str = "",
+    busy: Collection[str] = (),
+) -> CleanReport:
+    """Decides about every directory of a run; returns the report of a dry run.
 
     Args:
         folders: the directories that are named as steps, each step once.
+        run: its path or URL.
         busy: names of directories in which the caller itself is saving.
     """
     seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
-    infos = [one.info for one in seen if one.folder.status == "complete"]
+    infos = [one.folder for one in seen if one.folder.status == "complete"]
     stays = kept(infos, policies)
     removals: list[Removal] = []
     left: list[RetainedDirectory] = []
@@ -158,7 +191,16 @@ def plan_cleanup(
     foreign = {
         one.folder.name: names for one in seen if (names := foreign_files(file.name for file in one.folder.files))
     }
-    return CleanupPlan(stays, tuple(removals), tuple(left), warnings, abandoned, foreign)
+    return CleanReport(
+        run,
+        stays,
+        removed=tuple(removals),
+        left=tuple(left),
+        warnings=warnings,
+        dry_run=True,
+        abandoned=abandoned,
+        foreign=foreign,
+    )
 
 
 def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
@@ -186,7 +228,7 @@ def plan_deletion(folder: StepDirectory, times: CleanupTimes, *, force: bool = F
         force: also deletes what is no complete checkpoint; nothing of a save that may be alive, and nothing pinned.
     """
     found = _DirectoryState(folder, times)
-    if found.pinned:
+    if found.folder.pinned:
         return RetainedDirectory(folder.name, "it is pinned")
     if not force and folder.status != "complete":
         return RetainedDirectory(folder.name, f"it is {folder.status}")
@@ -224,12 +266,12 @@ class _DirectoryState:
     """One directory with its files classified by save: dead, live, deleted, or read."""
 
     def __init__(self, folder: StepDirectory, times: CleanupTimes) -> None:
-        self.folder, self.times = folder, times
+        self.times = times
         self.ours: list[tuple[FileInfo, CheckpointFile]] = []
         for file in folder.files:
             if (owned := parse_file_name(file.name)) is not None:
                 self.ours.append((file, owned))
-        self.pinned = any(owned.kind == "pin" for _, owned in self.ours)
+        self.folder = msgspec.structs.replace(folder, pinned=any(owned.kind == "pin" for _, owned in self.ours))
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
         locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
         self.taking, self.repairing = "deleting" in locks, "repairing" in locks
@@ -275,20 +317,6 @@ class _DirectoryState:
         since = self.index_ns if self.folder.status == "complete" else None
         return since is not None and all(file.modified_ns <= since for file in files)
 
-    @property
-    def info(self) -> StepInfo:
-        folder = self.folder
-        sequence, abandoned = folder.sequence, folder.abandoned
-        return StepInfo(
-            folder.step,
-            folder.created_ns,
-            metrics=folder.metrics,
-            pinned=self.pinned,
-            sequence=sequence,
-            abandoned=abandoned,
-            damaged=folder.damaged,
-        )
-
     def stale(self) -> list[FileInfo]:
         """Returns files that no save and no reader needs any more, without those of the committed save."""
         found: list[FileInfo] = []
@@ -330,7 +358,7 @@ class _DirectoryState:
     def _without_index(self) -> Removal | RetainedDirectory | None:
         """Decides about a directory that holds no checkpoint."""
         stale, name = self.stale(), self.folder.name
-        if self.pinned:
+        if self.folder.pinned:
             if not self.taking and any(is_undecided(file.name) for file in self.folder.files):
                 files = [f for f, o in self.ours if is_undecided(f.name) or (o.kind in _LOCKS and f.alive is False)]
                 return self._leftovers(files, directory=False)
@@ -397,5 +425,5 @@ class _DirectoryState:
             names = tuple(sorted(rest, key=proof_order))
             return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
         reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
-        names = (INDEX, *rest, mark)
+        names = (INDEX_NAME, *rest, mark)
         return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, directory=True, force=force)

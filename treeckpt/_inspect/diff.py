@@ -1,25 +1,31 @@
-"""Compares two checkpoints by their indexes alone.
+"""Compares two checkpoints by their indexes, and by the checksums of their blocks; no array is read.
 
 Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves; beside them custom metadata,
-sidecar files and containers, which are only named. The contents of arrays are in
-the shards, not in the index: `comparable` lists the arrays that can be compared; `checksum_diff` and
-`treeckpt._loading.compare` compare them. A leaf that is missing on one side and an equal one that is new on the other
-are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
+sidecar files and containers, which are only named. A leaf that is missing on one side and an equal one that is new on
+the other are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
+
+The contents of arrays are in the shards, not in the index: `comparable` lists the arrays that can be compared, and
+`compare_checksums` compares two of them by the checksums in the shards' headers, chunk by chunk. Where two chunks have
+the same offset within a block, equal checksums of all their blocks prove equal bytes, and a block that differs and lies
+inside both chunks proves changed bytes. In all other cases (other chunks, another offset, a difference in a block that
+neighbours share) the result is unknown, and only `treeckpt._loading.compare`, which reads the arrays, tells.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from .._core.format.byte_map import layout_of
+from .._core.format.byte_map import ChunkLocation, layout_of, locate_chunks
 from .._core.format.records import (
     AliasRecord,
     ArrayRecord,
     BlobRecord,
+    File,
     Index,
     Leaf,
     PerRankArrays,
@@ -288,3 +294,54 @@ def _by_end(
 def _steps(path: str) -> list[str]:
     """Splits a path into keys, and keys at dots into names of modules."""
     return re.split(r"[/.]", path)
+
+
+ByteComparison = Literal["equal", "changed", "unknown"]
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """The checksums of a shard's data area."""
+
+    hashes: np.ndarray
+    """uint64[blocks]."""
+    block: int
+    """Bytes of each block, except the last."""
+
+
+ChecksumReader = Callable[[File], Checksums]
+
+
+def compare_checksums(
+    a: Index, x: Leaf, b: Index, y: Leaf, checksums: tuple[ChecksumReader, ChecksumReader]
+) -> ByteComparison:
+    """Compares leaf `x` of index `a` with leaf `y` of index `b`, which have one shape and dtype.
+
+    Args:
+        checksums: readers of the checksums of the files of `a` and of `b`.
+    """
+    left, right = (sorted(locate_chunks(i, leaf), key=lambda c: (c.region, c.rank)) for i, leaf in ((a, x), (b, y)))
+    if [c.region for c in left] != [c.region for c in right]:
+        return "unknown"
+    verdict: ByteComparison = "equal"
+    for one, other in zip(left, right, strict=True):
+        found = _compare_chunks(one, other, checksums[0](one.file), checksums[1](other.file))
+        if found == "changed":
+            return "changed"
+        verdict = verdict if found == "equal" else "unknown"
+    return verdict
+
+
+def _compare_chunks(one: ChunkLocation, other: ChunkLocation, sums: Checksums, others: Checksums) -> ByteComparison:
+    start, stop = one.start - one.file.header, one.stop - one.file.header
+    shift = other.start - other.file.header - start
+    if start == stop:
+        return "equal"
+    if sums.block != others.block or shift % sums.block:
+        return "unknown"
+    block, moved = sums.block, shift // sums.block
+    low, high = start // block, -(-stop // block)
+    differs = np.flatnonzero(sums.hashes[low:high] != others.hashes[low + moved : high + moved]) + low
+    if not len(differs):
+        return "equal"  # all blocks that cover the chunk are equal
+    inside = (differs * block >= start) & ((differs + 1) * block <= stop)
+    return "changed" if inside.any() else "unknown"

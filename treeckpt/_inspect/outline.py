@@ -9,7 +9,6 @@ million leaves takes 0.1 ms, a search of all paths 50 ms, and to make the column
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +18,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from .._core.format.records import ArrayRecord, Index, Leaf, PerRankArrays, PerRankValues, ValueRecord
-from .._core.sharding.int_runs import length_of
-from .._core.sharding.placements import Layout, MeshLayout, Replicate
+from .._core.format.records import ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
 from .._core.tree.structure import KeyTextCache, Node
 from ..errors import FormatError, MismatchError
 
@@ -87,30 +84,6 @@ class OutlineColumns(NamedTuple):
     paths: bytes | memoryview
     path_ends: np.ndarray
     """Where the path of each leaf ends, int64."""
-
-
-def held_nbytes(index: Index) -> int:
-    """Returns the bytes of arrays that all ranks together held: replicas count on every rank.
-
-    For explicit pieces the index does not record which other ranks held them, so they count once.
-    """
-    sizes = [spec.nbytes for spec in index.specs]
-    copies = [_copies(layout) for layout in index.layouts]
-    total = 0
-    for record in index.leaves:
-        if isinstance(record, ArrayRecord):
-            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
-        elif isinstance(record, PerRankArrays):
-            total += sizes[record.spec] * length_of(record.start)
-    return total
-
-
-def _copies(layout: Layout) -> int:
-    """Returns the number of replicas of each region."""
-    if not isinstance(layout, MeshLayout):
-        return 1
-    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
-    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
 class _Texts:

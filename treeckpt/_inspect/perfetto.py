@@ -13,7 +13,7 @@ import msgspec
 
 from .._core.format.timings import Span, Timings
 from .._core.sharding.int_runs import decode_runs
-from .clocks import ahead_by_rank, differing_clocks
+from .profile import ahead_by_rank, differing_clocks
 
 
 def encode_trace(timings: Timings, *, on_rank: Callable[[int, int], object] = lambda done, total: None) -> bytes:

@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from .._core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
-from .._core.format.records import ArrayRecord, Index, Leaf, PerRankArrays
+from .._core.format.records import ArrayRecord, BoxChunks, GridChunks, Index, Leaf, NoChunks, PerRankArrays, WholeChunk
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import Runs, decode_runs
 from .._core.tree.spec import BLOB_KINDS, ArraySpec

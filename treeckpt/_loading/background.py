@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from .._io.background_call import BackgroundCall
-from .._io.process_end import call_before_threads_end
+from .._io.process import call_before_threads_end
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.counting_store import CountingStore
-from .._io.storage.far_store import for_reading
+from .._io.storage.local_store import for_reading
 from .._io.storage.open import open_store
+from .._io.storage.wrapped_store import CountingStore
 from .._threads import start_thread
 from ..errors import CheckpointError
 from .overlay import Bank, as_bank

@@ -17,10 +17,8 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, flat_regions
 from .._core.tree.spec import BLOB_KINDS, ArraySpec
-from .._inspect.checksum_diff import ByteComparison, compare_checksums
-from .._inspect.diff import Diff, comparable, diff
-from .._inspect.element_stats import as_numbers
-from .._inspect.moments import norm_of
+from .._inspect.diff import ByteComparison, Diff, comparable, compare_checksums, diff
+from .._inspect.numbers import as_numbers, norm_of
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError
 from .read_batch import read_arrays, read_region

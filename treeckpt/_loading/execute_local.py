@@ -16,7 +16,7 @@ import msgspec
 
 from .._core.format.records import File
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.mapped_read import LEAST_MAPPED
+from .._io.storage.local_files import LEAST_MAPPED
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
 from .._io.storage.shard_reader import OpenedShard, check_blocks, check_parts
 from .._io.timing import Recorder

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from .._io.storage.checkpoint import ArrivingHeaders
-from .._io.storage.local_read import too_short
+from .._io.storage.local_files import too_short
 from .._io.storage.memory import copy_bytes, populating
 from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_checksum
 from .execute_local import ReadRun, put_all

@@ -4,9 +4,12 @@ Rows are saved in the order of their buckets. Where the wanted table has the buc
 one range, given by two numbers of `offsets`. Where it has others (another function, another number of buckets), all ids
 are read, and the wanted rows of every slot are selected while the slot is read.
 
+Of chosen ids (`ids=`) those of their buckets are read, with the first rows of these; then the rows that have them. Rows
+that lie near each other are read together, and the reads are rounded to blocks of checksums where these are compared.
+
 Rows of a slot that come from another table than the ids, by rules or from another checkpoint, are joined to these by
-the ids of the table that they were saved with. An id that this table lacks is filled where the target has a fill
-value, and refused otherwise.
+the ids of the table that they were saved with, whatever rules make of the rest of that table. An id that this table
+lacks is filled where the target has a fill value, and refused otherwise.
 
 A table is never loaded in part: a slot that is not in the checkpoint, or not selected, is filled where the target has a
 fill value, and refused otherwise, because its old rows are not those of the new ids.
@@ -14,44 +17,234 @@ fill value, and refused otherwise, because its old rows are not those of the new
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from .._arrays.base import ArrayTarget, Box, HostArray, raw_dtype
+from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, TargetPiece, raw_dtype
 from .._arrays.registry import abstract_of, source_of
-from .._arrays.table_columns import check_order, read_ids
+from .._arrays.table_columns import SelectedRowsWriter, check_order, read_ids
 from .._core.format.records import Leaf
+from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import TableColumn
-from .._core.tree.row_order import buckets_of, owned_text
+from .._core.tree.keyed_table import ChosenIds, TableColumn, buckets_of, check_partition, owned_text, table_path
+from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
-from ..errors import CorruptError, FormatError, MismatchError
+from ..errors import CorruptError, FormatError, LayoutError, MismatchError
 from ..rules._assemble import constant_write
 from ..rules._composed_array import Constant
-from .chosen_rows import find_chosen, row_pieces
-from .join_slots import (
-    Join,
-    Rows,
-    all_rows,
-    ids_beside,
-    ids_of,
-    ids_to_join,
-    join,
-    no_plain_rows,
-    read_now,
-)
+from ..rules._view import ComposedLeaf
 from .plan import LeafPlaceholder
 
 if TYPE_CHECKING:
     from .match import Load
 
-OFFSETS = TABLE_KEYS[1]
+
+class Rows(msgspec.Struct, frozen=True):
+    """The wanted rows of a table."""
+
+    spec: TableSpec
+    saved: int
+    """Rows in the checkpoint."""
+    start: int
+    count: int
+    picked: np.ndarray | None = None
+    """Their numbers, where they are not `start:start + count`."""
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Which row of a saved slot goes to which row of a table."""
+
+    rows: np.ndarray
+    """Rising numbers of saved rows."""
+    places: np.ndarray | None = None
+    """Where each is wanted; None where they follow each other."""
+    missing: Sequence[int] | np.ndarray = ()
+    """Ids of the table that have no such row."""
+
+
+def ids_beside(path: str) -> str | None:
+    """Returns the path of the ids of the table that has a slot at a path; None for a path of no slot."""
+    *table, slots, _ = ("", *path.split("/"))
+    return "/".join([*table[1:], TABLE_KEYS[0]]) if slots == TABLE_KEYS[2] else None
+
+
+def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Leaf | None:
+    """Returns the ids that a slot was saved with; None where these are the ids of its table, or all rows are equal.
+
+    Raises:
+        MismatchError: there are none, or rules moved its rows.
+    """
+    sources, moved = [leaf], False
+    if isinstance(leaf, ComposedLeaf):
+        sources, parts = list(leaf.sources.values()), [p for p in leaf.array.parts if not isinstance(p, Constant)]
+        moved = any(part.axes[:1] != (0,) or part.region.offset[0] != part.box.offset[0] for part in parts)
+    names = [giver.index.entries[source.number].path for source in sources]
+    found = {leaf.number: leaf for leaf in (_saved_ids(giver, name) for name in names) if leaf is not None}
+    if moved or len(found) > 1 or (sources and not found):
+        raise MismatchError(
+            path,
+            expected="a slot of one KeyedTable, whose rows have ids",
+            found=f"{', '.join(names[:4])}{', its rows moved by rules' if moved else ''}",
+            hint="Load it under a path of its own, and build the table from there",
+        )
+    return next((own for own in found.values() if giver is not home or own.number != ids.number), None)
+
+
+def _saved_ids(job: Load, slot: str) -> Leaf | None:
+    """Returns the ids that a slot of this name was saved with."""
+    leaves = job.index.by_path.get(ids_beside(slot) or "", ())
+    own = [leaf for leaf in leaves if leaf.ranks is None or job.source_rank in decode_runs(leaf.ranks)]
+    return next((leaf for leaf in own if leaf.number in job.index.tables), None)
+
+
+def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
+    """Reads the ids of some rows of a table."""
+    ids = np.empty(rows.count, np.int64)
+    memory = HostArray(ids.view(raw_dtype(8)))
+    if rows.picked is None:
+        read_now(job, leaf, path, Region((rows.start,), (rows.count,)), memory)
+    else:
+        read_now(job, leaf, path, Region((0,), (rows.saved,)), SelectedRowsWriter(memory, rows.picked))
+    return ids
+
+
+def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
+    """Finds the rows that have given ids."""
+    order = np.argsort(theirs)
+    at = np.searchsorted(theirs, ids, sorter=order)
+    at = order[np.minimum(at, len(theirs) - 1)] if len(theirs) else at
+    there = theirs[at] == ids if len(theirs) else np.zeros(len(ids), bool)
+    numbers = at[there] + rows.start if rows.picked is None else rows.picked[at[there]]
+    turn = np.argsort(numbers)
+    return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
+
+
+def all_rows(job: Load, ids: Leaf) -> Rows:
+    """Returns all rows of the table with these ids."""
+    assert ids.spec is not None, "ids are an array"
+    return Rows(job.index.tables[ids.number], ids.spec.shape[0], 0, ids.spec.shape[0])
+
+
+def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter) -> None:
+    """Reads a part of an array at once, because what else is read depends on it."""
+    read_pieces_now(job, leaf, path, [TargetPiece(region, into)])
+
+
+def read_pieces_now(job: Load, leaf: Leaf, path: str, pieces: Sequence[TargetPiece]) -> None:
+    """Reads parts of an array at once."""
+    saved = leaf.spec
+    assert saved is not None, "arrays only are read"
+    if saved.dtype != "int64":
+        raise FormatError(path, expected="an array of int64", found=saved.dtype)
+    job.claims.take(path, leaf)
+    before = job.new_batch()
+    before.add_target(path, leaf, ArrayTarget(saved, None, pieces))
+    job.run_now(before)
+
+
+def no_plain_rows(path: str, wanted: Any, where: str) -> MismatchError:
+    """Returns the error for plain arrays, which have no ids to join rows by."""
+    return MismatchError(
+        path,
+        expected=f"a KeyedTable in like, to join rows of {where} by id",
+        found=f"a {type(wanted).__name__}",
+        hint="Ask for a tc.KeyedTable, or take the whole table from one checkpoint, as it was saved",
+    )
+
+
+def check_tables(job: Load, chosen: ChosenIds) -> None:
+    """Refuses, by a MismatchError, the name of what is no table of a checkpoint, and a checkpoint without any."""
+    tables = [table_path(leaf.path) for leaf in job.view.entries if leaf.number in job.index.tables]
+    for name in chosen.of_table.keys() - set(tables) or ([""] if not tables else []):
+        near = similar_paths(name, tables)
+        raise MismatchError(
+            f"ids[{name!r:.80}]" if chosen.of_table else "ids",
+            expected="the path of a KeyedTable in the checkpoint",
+            found="none in it" if not tables else "no table there",
+            hint=f"There is {', '.join(near or tables[:5])}" if tables else "Load it without ids=",
+        )
+
+
+def row_pieces(writer: ArrayWriter, found: Join, row: tuple[int, ...], row_nbytes: int) -> list[TargetPiece]:
+    """Returns pieces that write rows of a saved array to their places: rows that lie near each other in one piece.
+
+    Args:
+        row: the shape of a row.
+        row_nbytes: its size in the file.
+    """
+    rows, places = found.rows, found.places
+    far = max(1, READ_GAP // max(1, row_nbytes))
+    borders = [0, *(np.flatnonzero(np.diff(rows) > far) + 1).tolist(), len(rows)] if len(rows) else [0]
+    if len(borders) > 2 and places is None:
+        places = np.arange(len(rows))
+    pieces: list[TargetPiece] = []
+    for start, stop in itertools.pairwise(borders):
+        low, high = int(rows[start]), int(rows[stop - 1]) + 1
+        there = None if places is None else places[start:stop]
+        selected = SelectedRowsWriter(writer, rows[start:stop] - low, there)
+        region = Region((low, *(0 for _ in row)), (high - low, *row))
+        pieces.append(TargetPiece(region, selected))
+    return pieces
+
+
+def _read_numbers(job: Load, leaf: Leaf, path: str, at: np.ndarray) -> np.ndarray:
+    """Reads elements of a saved array of int64, at rising positions."""
+    numbers = np.empty(len(at), np.int64)
+    memory = HostArray(numbers.view(raw_dtype(8)))
+    read_pieces_now(job, leaf, path, row_pieces(memory, Join(at), (), 8))
+    return numbers
+
+
+def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
+    """Returns the saved rows of chosen ids, each with its place among these, and the ids that the table lacks.
+
+    Raises:
+        FormatError: the first rows of the buckets are no rows of the table.
+    """
+    known = job.chosen_rows.get((ids.number, path))
+    if known is not None:
+        return known
+    assert ids.spec is not None, "ids are an array"
+    saved, count = job.index.tables[ids.number], ids.spec.shape[0]
+    try:
+        check_partition(saved)
+    except LayoutError:  # of a later version: where an id belongs is not known
+        rows = np.arange(count)
+    else:
+        buckets = np.unique(buckets_of(chosen, saved).astype(np.int64))
+        rows = _rows_of_buckets(job, job.index.entries[ids.number + 1], path, buckets, count)
+    theirs = _read_numbers(job, ids, path, rows)
+    found = join(chosen, theirs, Rows(saved, count, 0, len(rows), rows))
+    job.chosen_rows[ids.number, path] = found
+    return found
+
+
+def _rows_of_buckets(job: Load, offsets: Leaf, ids_path: str, buckets: np.ndarray, count: int) -> np.ndarray:
+    """Returns the numbers of the rows in rising buckets of a table of `count` rows."""
+    path = ids_path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1]
+    if offsets.spec is None or len(offsets.spec.shape) != 1 or (buckets >= offsets.spec.shape[0]).any():
+        raise FormatError(path, expected="the first rows of the table's buckets", found="none")
+    last = offsets.spec.shape[0]
+    at = np.union1d(buckets, buckets + 1)
+    firsts = _read_numbers(job, offsets, path, at[at < last])
+    if at.size and at[-1] == last:
+        firsts = np.append(firsts, count)
+    lows, highs = (firsts[np.searchsorted(at, wanted)] for wanted in (buckets, buckets + 1))
+    ends = np.append(lows, count)
+    if (lows < 0).any() or (highs < lows).any() or (highs > ends[1:]).any():
+        raise FormatError(path, expected=f"rising numbers up to {count}", found=f"{lows[:5]} to {highs[:5]}")
+    if not len(buckets):
+        return np.empty(0, np.int64)
+    return np.concatenate([np.arange(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)])
 
 
 def find_column(job: Load, column: TableColumn, path: str) -> Leaf | None:
@@ -227,7 +420,7 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
         return Rows(saved, rows, 0, rows)
     if start == stop:
         return Rows(saved, rows, 0, 0)
-    offsets_path = path[: -len(TABLE_KEYS[0])] + OFFSETS
+    offsets_path = path[: -len(TABLE_KEYS[0])] + TABLE_KEYS[1]
     offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
     if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
         raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 from .._core.tree.leaf_differences import Strict
+from .._core.tree.paths import Selection
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from .options import Fallback, ReadOptions
-from .overlay import Selection
 
 
 class LoadKeywords(TypedDict, total=False):

@@ -16,10 +16,17 @@ from .._arrays.registry import abstract_of, build_tensor, is_same_value, is_valu
 from .._core.format.records import AliasRecord, Leaf
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.region import strides_in
-from .._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, without_left_out
-from .._core.tree.in_place import update_in_place, update_metadata
+from .._core.tree.flatten import (
+    child_of_rank,
+    flatten,
+    replace_leaves,
+    unflatten,
+    update_in_place,
+    update_metadata,
+    without_left_out,
+)
 from .._core.tree.keyed_table import TableColumn
-from .._core.tree.sequences import SequenceReplacement, differing_sequences
+from .._core.tree.leaf_differences import SequenceReplacement, differing_sequences
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, index_path
 from .._core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
@@ -29,9 +36,8 @@ from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError, TreeckptError
 from ..reports import LoadReport
 from .aliasing import Wanted, check_ties, tied_to
-from .chosen_rows import check_tables
 from .execute_shared import open_relay, together
-from .keyed_tables import column_slot, find_column, refuse_plain, slot_as_saved
+from .keyed_tables import check_tables, column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, add_changed

@@ -6,7 +6,9 @@ any memory is touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -14,27 +16,25 @@ import numpy as np
 
 from .._arrays.base import ArrayTarget
 from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
-from .._core.format.damage import BadBytes, DamagedLeaf, damaged_leaves
-from .._core.format.records import Leaf, PerRankValues, ValueRecord
+from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
+from .._core.format.check_index import check_claims
+from .._core.format.records import AliasRecord, ArrayRecord, Leaf, PerRankValues, ValueRecord, WholeChunk, count_chunks
+from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
-from .._core.tree.globs import check_used, compile_globs
-from .._core.tree.leaf_differences import Strict, check_same, compare_leaves
-from .._core.tree.path_text import path_text
-from .._core.tree.sequences import SequenceReplacement
+from .._core.tree.keyed_table import chosen_ids
+from .._core.tree.leaf_differences import SequenceReplacement, Strict, check_same, compare_leaves
+from .._core.tree.paths import check_used, compile_globs, path_text
 from .._core.tree.spec import ArraySpec
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.fetching import FETCH_MEMORY
-from .._io.storage.memory import SlabAllocator
+from .._io.storage.memory import SlabAllocator, available_memory
+from .._io.storage.store import FETCH_MEMORY
 from .._io.timing import Recorder
-from ..errors import MismatchError, TreeError
+from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
-from ..rules._reshape_rules import check_scaled
-from ..rules._rules import Rule
+from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, view_of
-from .check_sizes import Claims
-from .chosen_ids import chosen_ids
 from .options import Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
@@ -357,3 +357,83 @@ class Load:
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
             unmade=tuple(self.unmade),
         )
+
+
+VIEWS = 64 << 20
+"""Bytes that views may take as arrays of their own, whatever files there are."""
+TIMES = 16
+"""Times the bytes of all files that they may take beyond those."""
+
+
+class Claims:
+    """The bytes and chunks that one load needs, by the index; those of a saved array count once.
+
+    Args:
+        whole: names a shard that is cut short, even where the wanted bytes of it are there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, whole: bool) -> None:
+        self._checkpoint, self._whole = checkpoint, whole
+        self._claimed = self._chunks = self._views = 0
+        self._counted: set[int] = set()
+
+    @cached_property
+    def _unlisted(self) -> int:
+        """Bytes up to which what is claimed is compared with the sizes that the index has for the shards.
+
+        A store that is far away is not listed for them: there each shard is compared with the index when it is opened,
+        before that memory is touched.
+        """
+        far = self._checkpoint.store.traits.far and self._whole
+        return available_memory() if far else -1
+
+    @cached_property
+    def _expected(self) -> int:
+        """Bytes of all shards, by the index."""
+        return sum(file.header + file.nbytes for file in self._checkpoint.index.file_list)
+
+    @cached_property
+    def _present(self) -> int:
+        """Bytes of all shards that are there."""
+        sizes = self._checkpoint.sizes
+        held = sum(sizes.get(file.name, 0) for file in self._checkpoint.index.file_list)
+        return held + self._checkpoint.repeated_nbytes
+
+    def take(self, path: str, leaf: Leaf) -> None:
+        """Counts the bytes and chunks of an array, before memory is allocated for it.
+
+        Raises:
+            CorruptError: more than all the shards that are there.
+        """
+        for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
+            spec, record = source.stored, source.record
+            if source.number in self._counted or spec is None or type(record) is AliasRecord:
+                continue
+            self._counted.add(source.number)
+            self._claimed += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+            if isinstance(record, ArrayRecord) and type(record.chunks) is not WholeChunk:
+                self._chunks += count_chunks(record.chunks)
+        present = self._expected if self._claimed <= self._unlisted else self._present
+        try:
+            check_claims(self._claimed, self._chunks, present, f"{path}: {self._checkpoint.url}")
+        except CorruptError:
+            for file in self._checkpoint.index.file_list:
+                if self._checkpoint.sizes.get(file.name) != file.header + file.nbytes and self._whole:
+                    self._checkpoint.shard(file)  # raises an error that says what is wrong with it
+            check_claims(self._claimed, self._chunks, self._present, f"{path}: {self._checkpoint.url}")
+
+    def take_view(self, path: str, spec: ArraySpec) -> None:
+        """Counts a view whose base is not loaded: it takes memory of its own, and may repeat bytes any number of times.
+
+        Raises:
+            MismatchError: it takes far more than all the shards that are there.
+        """
+        self._views += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+        most = VIEWS + TIMES * sum(self._checkpoint.sizes.values()) if self._views > VIEWS else VIEWS
+        if self._views > most:
+            raise MismatchError(
+                f"{path}: {self._checkpoint.url}",
+                expected=f"views that take at most {most} bytes",
+                found=f"{self._views} bytes for shape {spec.shape}",
+                hint="Load the array that it is a view of too: then it takes no memory of its own",
+            )

@@ -7,39 +7,34 @@ indexes alone; then each is loaded as if it had nothing else, so no byte is read
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-from optree import PyTreeAccessor
 
 from .._arrays.registry import abstract_of, build_tensor, resolve
-from .._core.tree.flatten import flatten, unflatten
-from .._core.tree.in_place import update_metadata
+from .._core.tree.flatten import flatten, unflatten, update_metadata
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.leaf_differences import LeafDifferences, check_same, compare_leaves
 from .._core.tree.merge import merge_sources
-from .._core.tree.path_text import path_text
+from .._core.tree.paths import Selection, globs_of
 from .._core.tree.structure import empty_container_paths, index_path, paths_of
 from .._io.comm.comm import Comm, global_rank
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.store import Store
-from ..errors import CheckpointNotFound, MismatchError, TreeckptError, TreeError
+from ..errors import CheckpointNotFound, MismatchError, TreeckptError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms, as_rules
 from ..rules._rules import Rule
 from ..rules._view import View
 from .aliasing import tied_to
-from .join_slots import ids_beside, no_plain_rows
+from .keyed_tables import ids_beside, no_plain_rows
 from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions
 from .verify import survey
 
 M = TypeVar("M", bound="BankMember")
-Selection = str | int | Sequence[Any] | None
-"""Globs over paths, and paths as keys; see `globs_of`."""
 
 
 class From(msgspec.Struct, frozen=True):
@@ -200,56 +195,6 @@ def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadO
         _Part(msgspec.structs.replace(options, rules=job.options.rules, strict=False), job, wins)
         for job, wins in members
     ]
-
-
-def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
-    """Returns globs as a tuple; a path given as keys becomes its text, as `path_text` writes it.
-
-    A text is a glob. A tuple with a key that is no text (`("opt", 0)`), a number or an accessor of optree is one path.
-    Every other sequence holds several of these; in it each tuple is a path, of texts alone too.
-
-    Args:
-        what: the name of the argument.
-
-    Raises:
-        MismatchError: something else was given, as a compiled regular expression.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str):
-        return (given,)
-    several: Any = given
-    if isinstance(given, (int, PyTreeAccessor)) or (isinstance(given, tuple) and any(map(_is_key, given))):
-        several = [given]
-    if isinstance(several, (bytes, bytearray, Mapping)) or not isinstance(several, Iterable):
-        raise _no_glob(given, what)
-    return tuple([one if isinstance(one, str) else _path_of(one, what) for one in several])
-
-
-def _is_key(one: object) -> bool:
-    """Whether an element of a tuple is a key of a path, and neither a glob nor a path."""
-    return not isinstance(one, (str, PyTreeAccessor, re.Pattern))
-
-
-def _path_of(one: Any, what: str) -> str:
-    """Returns the text of a path that is given as keys."""
-    if isinstance(one, PyTreeAccessor):
-        # fields have their names in paths, positions in optree
-        one = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in one)
-    keys: Any = (one,) if isinstance(one, int) and not isinstance(one, bool) else one
-    if not isinstance(keys, tuple):
-        raise _no_glob(one, what)
-    try:
-        return path_text(keys)
-    except TreeError as error:
-        raise _no_glob(one, what) from error
-
-
-def _no_glob(given: object, what: str) -> MismatchError:
-    hint = "A path is a text, as treeckpt show prints it, or its keys, as treeckpt.path_keys gives them"
-    if isinstance(given, re.Pattern):
-        hint = "Globs know *, ? and [...]; or list the paths of treeckpt.inspect(path).by_path that it matches"
-    return MismatchError(what, expected="globs, or paths as tuples of keys", found=f"{given!r:.80}", hint=hint)
 
 
 def _check_asked(

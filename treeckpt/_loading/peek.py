@@ -19,7 +19,7 @@ from .._core.format.shard_header import BLOCK, DATA_ALIGNMENT
 from .._core.planning.load_plan import READ_LIMIT
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, intersect
-from .._foreign.foreign_records import ForeignIndex
+from .._foreign.foreign_checkpoint import ForeignIndex
 from .._io.storage.shard_reader import OpenedShard, check_blocks, open_front, with_hashes
 from .._io.storage.store import Store
 from ..errors import CorruptError, LayoutError, MismatchError

@@ -16,8 +16,7 @@ import numpy as np
 
 from .._arrays.base import HostMemory, TargetPiece, raw_dtype
 from .._arrays.registry import library_of
-from .._core.format.chunks import WholeChunk
-from .._core.format.records import File, Index
+from .._core.format.records import File, Index, WholeChunk
 from .._core.planning.load_plan import (
     READ_GAP,
     Chunk,

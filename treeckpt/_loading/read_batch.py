@@ -18,8 +18,7 @@ import numpy as np
 from .._arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
 from .._arrays.registry import check_library, mark_written
 from .._core.format.byte_map import extents_in_file
-from .._core.format.chunks import BoxChunks, WholeChunk
-from .._core.format.records import AliasRecord, ArrayRecord, File, Leaf, LeafRecord
+from .._core.format.records import AliasRecord, ArrayRecord, BoxChunks, File, Leaf, LeafRecord, WholeChunk
 from .._core.format.shard_header import BLOCK
 from .._core.planning.load_plan import READ_LIMIT, Chunk
 from .._core.sharding.dtypes import dtype_of
@@ -27,8 +26,7 @@ from .._core.sharding.placements import MeshLayout, replicas_of
 from .._core.sharding.region import Region, any_overlap, coalesce, intersect, is_c_order
 from .._core.tree.spec import ArraySpec
 from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
-from .._io.storage.page_cache import available_memory
+from .._io.storage.memory import PAGE_NBYTES, aligned_buffer, available_memory
 from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from .._core.format.byte_map import extents_in_file
+from .._core.format.byte_map import BadBytes, extents_in_file, rank_path
 from .._core.format.check_index import check_against_files
-from .._core.format.damage import BadBytes, rank_path
-from .._core.format.file_names import damaged_name, parse_file_name
+from .._core.format.files import damaged_name, parse_file_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
 from .._core.format.shard_header import (
@@ -38,11 +37,10 @@ from .._core.format.shard_header import (
     with_hashes,
 )
 from .._core.format.timings import timings_name
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.index_lock import hold_for_repair, index_state, legible_save_id, replace_index
+from .._io.process import this_process
+from .._io.storage.checkpoint import Checkpoint, read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id, replace_index
 from .._io.storage.memory import aligned_buffer
-from .._io.storage.metadata_files import read_index, read_timings, rebuild_from_shards, replaced_meanwhile
-from .._io.storage.process_owner import this_process
 from .._io.storage.store import DirectoryEntry, Store, Writer
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..reports import Repair, VerifyReport

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .._core.text import visible
+from ..errors import visible
 
 STYLES = {
     "complete": "green",

@@ -9,16 +9,16 @@ take the state and its sentence from here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Literal
 
 import msgspec
 
-from .._core.format.save_progress import Progress, SavePhase, fraction_of, parse_progress_name, progress_name
+from .._core.format.files import Progress, SavePhase, fraction_of, progress_name
 from .._core.text import bytes_text, count_text, seconds_text
-from .._io.storage.progress_file import is_alive, read_progress
-from .._io.storage.store import DirectoryEntry, Store
+from .._io.storage.kept_files import is_alive, read_progress
+from .._io.storage.store import Store
 
 STALLED = 60.0
 """Seconds without a change of its record after which a rank counts as hanging or gone."""
@@ -69,17 +69,10 @@ class SaveUnderWay(msgspec.Struct, frozen=True):
         return self.ranks == self.world
 
 
-def saves_under_way(
-    folder: Store, files: Mapping[str, DirectoryEntry], *, committed: str | None = None
-) -> tuple[SaveUnderWay, ...]:
-    """Returns the saves that have records among these files, in the order of their start.
-
-    Args:
-        committed: the id of the save that the index names: its record is about to be removed.
-    """
+def saves_under_way(folder: Store, records: Sequence[str]) -> tuple[SaveUnderWay, ...]:
+    """Returns the saves that have these progress records in a folder, in the order of their start."""
     found: dict[str, list[Progress]] = {}
-    names = [name for name in files if (parsed := parse_progress_name(name)) and parsed[1] != committed]
-    for record in read_progress(folder, names):
+    for record in read_progress(folder, records):
         found.setdefault(record.save_id, []).append(record)
     return tuple(sorted((_merge_records(records) for records in found.values()), key=lambda save: save.started_ns))
 

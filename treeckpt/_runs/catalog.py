@@ -1,51 +1,365 @@
 """Lists the checkpoints of a run directory, with the state of each.
 
-`read_info` reads the index and timings of one directory and compares the sizes of the shards with those in the index;
-`scan` does so for every directory of a run, on a disk, in memory or in an object store. What cannot be read is reported
-with its state and is not raised: directories of other programs, saves that never finished, indexes that do not decode.
-Only a store that cannot be reached or read, or that refuses, raises. Links are not followed. No shard is opened;
-`verify` does that.
+`read_info` describes one directory, from its listing, its index and its timings, which a `StatCache` keeps as long as
+the files do not change; `scan` does so for every directory of a run, on a disk, in memory or in an object store. What
+cannot be read is reported with its state and is not raised: directories of other programs, saves that never finished,
+indexes that do not decode. Only a store that cannot be reached or read, or that refuses, raises. Links are not
+followed. No shard is opened; `verify` does that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, is_step_name, parse_file_name, step_of, verdict_name
+from .._core.format.files import (
+    PIN_NAME,
+    is_step_name,
+    parse_file_name,
+    parse_progress_name,
+    step_of,
+    stored_name,
+    verdict_name,
+)
 from .._core.format.index import INDEX_NAME
-from .._core.format.lineage import SavedCheckpoint
-from .._core.format.save_progress import parse_progress_name
+from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
+from .._core.format.records import ArrayRecord, Index, PerRankArrays
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
-from .._core.text import visible
+from .._core.sharding.int_runs import length_of
+from .._core.sharding.placements import Layout, MeshLayout, Replicate
+from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage import metadata_files
-from .._io.storage.bucket import is_url, local_path
-from .._io.storage.metadata_files import NewestIndex
+from .._io.storage import checkpoint
+from .._io.storage.checkpoint import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run, open_store
-from .._io.storage.run_store import RunStore
 from .._io.storage.shard_reader import check_missing
-from .._io.storage.store import DirectoryEntry, Store
+from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
-from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError
-from .active_saves import saves_under_way
-from .checkpoint_info import CheckpointInfo, in_listing_order, lost_index_text
-from .index_summary import Summary, read_summary
-from .stat_cache import LruStatCache, StatCache
+from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
+from ..policy import StepInfo
+from .active_saves import SaveUnderWay, saves_under_way
+from .verification import Verification, VerificationStore
+
+T = TypeVar("T")
+
+
+class StatCache(Protocol):
+    """A cache of results read from files, which are valid until the file changes."""
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or raises the cached error; calls `read` if there is none, or the file has changed.
+
+        Args:
+            entry: the file that `read` reads, as it is now.
+        """
+        ...
+
+
+class LruStatCache:
+    """A cache in memory; a file counts as changed if its inode, modification time or size differs.
+
+    Args:
+        entries: the least recently used is dropped beyond this number.
+    """
+
+    def __init__(self, entries: int = 4096) -> None:
+        self._entries = entries
+        self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached.
+
+        Nothing is cached of a file of which the store knows neither a time nor a number.
+        """
+        if not entry.modified_ns and not entry.number:
+            return read()
+        stamp = (entry.modified_ns, entry.nbytes, entry.number)
+        with self._lock:
+            kept = self._found.get(key)
+            if kept is not None and kept[0] == stamp:
+                self._found.move_to_end(key)
+                return _result(kept[1])
+        try:
+            result: T | TreeckptError = read()
+        except StoreError:
+            raise
+        except TreeckptError as error:
+            result = error
+        with self._lock:
+            self._found[key] = (stamp, result)
+            while len(self._found) > self._entries:
+                self._found.popitem(last=False)
+        return _result(result)
+
+
+def _result(kept: Any) -> Any:
+    if isinstance(kept, TreeckptError):
+        raise kept.with_traceback(None)
+    return kept
+
+
+METRICS = "metrics"
+"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
+
+
+class Summary(msgspec.Struct, frozen=True, gc=False):
+    """The parts of an index that a list of checkpoints needs."""
+
+    save_id: str
+    step: int | None
+    world: int
+    leaves: int
+    nbytes: int
+    created_ns: int
+    sizes: tuple[tuple[str, int], ...]
+    """Every shard and the size of its file."""
+    metrics: dict[str, float]
+    held_nbytes: int
+    lineage: Lineage | None = None
+    sidecars: tuple[tuple[str, int], ...] = ()
+    """Every sidecar file, by its name in the directory, and its size."""
+
+
+def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
+    """Returns the summary of a folder's index.
+
+    Args:
+        index: the file, as it is now.
+        newest: is offered the index, if it is not in the cache, and in an object store or `newest.local`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+
+    def read() -> Summary:
+        data = read_index_bytes(folder)
+        found = decode_and_check(folder, data)
+        if newest is not None and (newest.local or folder.traits.far):
+            newest.offer(KnownIndex(folder.place, data, found))
+        return summarize_index(found)
+
+    return cache.get_or_read((folder.place, "summary"), index, read)
+
+
+def summarize_index(index: Index) -> Summary:
+    """Extracts from an index what a list of checkpoints needs."""
+    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
+    return Summary(
+        save_id=index.save_id,
+        step=index.step,
+        world=index.world,
+        leaves=len(index.leaves),
+        nbytes=index.nbytes,
+        created_ns=index.created_ns,
+        sizes=sizes,
+        metrics=_metrics(index.metadata.get(METRICS)),
+        held_nbytes=held_nbytes(index),
+        lineage=index.lineage,
+        sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
+    )
+
+
+def held_nbytes(index: Index) -> int:
+    """Returns the bytes of arrays that all ranks together held: replicas count on every rank.
+
+    For explicit pieces the index does not record which other ranks held them, so they count once.
+    """
+    sizes = [spec.nbytes for spec in index.specs]
+    copies = [_copies(layout) for layout in index.layouts]
+    total = 0
+    for record in index.leaves:
+        if isinstance(record, ArrayRecord):
+            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
+        elif isinstance(record, PerRankArrays):
+            total += sizes[record.spec] * length_of(record.start)
+    return total
+
+
+def _copies(layout: Layout) -> int:
+    """Returns the number of replicas of each region."""
+    if not isinstance(layout, MeshLayout):
+        return 1
+    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
+
+
+def _metrics(value: Value) -> dict[str, float]:
+    """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
+    try:
+        found = decode_value(value, METRICS)
+    except TreeckptError:
+        return {}
+    pairs: dict[Any, Any] = found if isinstance(found, dict) else {}
+    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
+
+
+Status = Literal["complete", "partial", "corrupt", "unread", "foreign"]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
+    """One directory of a run."""
+
+    name: str
+    path: str
+    status: Status
+    """complete; partial: shards but no index; corrupt: the index does not decode, or shards are missing or cut short;
+    unread: it could not be read, so nothing is known; foreign: something else."""
+    step: int | None = None
+    save_id: str | None = None
+    world: int | None = None
+    leaves: int | None = None
+    nbytes: int | None = None
+    """Bytes of the arrays, each byte counted once; without an index that can be read, bytes of the shards found."""
+    disk_nbytes: int | None = None
+    """Bytes of all its files: with headers, index, timings and sidecar files. None if they were not listed."""
+    created_ns: int | None = None
+    seconds: float | None = None
+    """Duration of the save: from the start of the first rank to the end of the last rank."""
+    blocked_seconds: float | None = None
+    """Until the call returned on the last rank; equal to `seconds` for a save that was not in the background."""
+    held_nbytes: int | None = None
+    """Bytes of the arrays on all ranks together, with every replica counted."""
+    error: str | None = None
+    """What is wrong; of a complete checkpoint, whose tree loads, a sidecar file that is lost or of another size."""
+    metrics: dict[str, float] = {}
+    pinned: bool = False
+    saving: tuple[SaveUnderWay, ...] = ()
+    """Saves into this directory that have progress records there: those under way, and those that were killed."""
+    lineage: Lineage | None = None
+    """The lineage that its index records."""
+    sequence: int | None = None
+    """Rises in the order in which the checkpoints of the run were saved; None if that was not computed."""
+    abandoned: bool = False
+    """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
+    found_damaged: bool = False
+    """Whether a file beside it says that a verification found changed bytes."""
+    verification: Verification | None = None
+    """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
+
+    @property
+    def under_way(self) -> tuple[SaveUnderWay, ...]:
+        """The saves into this directory that may still be committed."""
+        return tuple(save for save in self.saving if save.alive is not False)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a verification found changed bytes."""
+        return self.found_damaged if self.verification is None else self.verification.total > 0
+
+    @property
+    def status_text(self) -> str:
+        """The status as text, "damaged" where a verification found changed bytes; and if its branch is abandoned."""
+        return ("damaged" if self.damaged else self.status) + ", abandoned branch" * self.abandoned
+
+    @property
+    def state(self) -> str:
+        """The status as text, with "verified" where a verification found all intact."""
+        if self.verification is None or not self.verification.ok:
+            return self.status_text
+        return f"{self.status}, verified" + ", abandoned branch" * self.abandoned
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it; of several problems that a verification found, the first, and how many there are."""
+        found = self.verification
+        if self.error or found is None or not found.problems:
+            return self.error or ("a verification found it damaged" if self.damaged else None)
+        more = f" (and {found.total - 1:,} more)" if found.total > 1 else ""
+        return f"{found.problems[0].file}: {found.problems[0].text}{more}"
+
+    @property
+    def state_and_problem(self) -> str:
+        """The state, with what is wrong."""
+        return f"{self.state}: {self.problem}" if self.problem else self.state
+
+
+def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
+    """Returns the data that orders checkpoints by lineage; None without an index, or if moved from another step."""
+    step = step_of(info.name)
+    if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
+        return None
+    return SavedCheckpoint(step, info.save_id, info.lineage) if is_step_name(info.name) else None
+
+
+def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Sorts the directories of one run for lists: newest first, then abandoned branches, then foreign directories."""
+    found = [(info, mark_of(info)) for info in infos]
+    order = LineageOrder(mark for _, mark in found if mark is not None)
+    placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
+    for info, mark in found:
+        position = order.position(mark) if mark is not None else None
+        step = step_of(info.name) if is_step_name(info.name) else info.step
+        if position is None and step is not None:
+            position = order.position_of_step(step)
+        if position is not None:
+            info = msgspec.structs.replace(info, sequence=position.sequence, abandoned=not position.present)
+        placed.append((info, position))
+    return [info for info, _ in sorted(placed, key=_sort_key)]
+
+
+def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
+    info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
+    kind = info.status == "foreign", not present, info.step is None
+    return *kind, -sequence, -step, -(info.created_ns or 0), info.name
+
+
+def with_verification(info: CheckpointInfo, folder: Store, known: VerificationStore) -> CheckpointInfo:
+    """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
+    if info.status != "complete":
+        return info
+    return msgspec.structs.replace(info, verification=known.find(folder, info.save_id, beside=info.found_damaged))
+
+
+def step_info(info: CheckpointInfo) -> StepInfo:
+    """Returns the data of a checkpoint by which policies decide."""
+    step = step_of(info.name)
+    assert step is not None, "a checkpoint of a run has the name of a step"
+    return StepInfo(
+        step,
+        info.created_ns or 0,
+        metrics=info.metrics,
+        pinned=info.pinned,
+        sequence=info.sequence,
+        abandoned=info.abandoned,
+        damaged=info.damaged,
+    )
+
+
+def lost_index_text(path: str, world: int) -> str:
+    """Returns what is wrong with a checkpoint at a path that has the shards of all ranks, and lacks only the index."""
+    ranks = f"all {world} ranks" if world > 1 else "its only rank"
+    repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
+    return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
+
+
+def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
+    """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
+    steps = sorted(step_info(info).step for info in infos if info.status == "complete")
+    near = f"; the nearest is {min(steps, key=lambda other: abs(other - step))}" if steps else ""
+    return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
+
 
 CONCURRENT_READS = 64
 """Folders of an object store that are read at a time, at most."""
 READ_MEMORY = 512 << 20
 """Bytes of indexes that are read at a time, at most, unless one is larger."""
-T = TypeVar("T")
 OnRead = Callable[[int, int], object]
 """Takes how many directories of a run were read, and how many there are."""
 Files = dict[str, DirectoryEntry]
@@ -66,7 +380,7 @@ def read_timings(path: str | os.PathLike[str] | Store, *, save_id: str | None = 
     folder = path if not isinstance(path, (str, os.PathLike)) else open_store(path)
     if save_id is None:
         with contextlib.suppress(TreeckptError):
-            save_id = metadata_files.read_index(folder).save_id
+            save_id = checkpoint.read_index(folder).save_id
     return read_timings_file(folder, _timings_file(folder, _regular(folder.entries()), save_id))
 
 
@@ -92,7 +406,7 @@ def read_timings_file(folder: Store, name: str) -> Timings:
     """
     label = visible(f"{folder.place}/{name}")
     try:
-        timings = metadata_files.read_timings(folder, name.split(".")[1])
+        timings = checkpoint.read_timings(folder, name.split(".")[1])
     except OSError as error:
         raise wrap_read_error(error, label, kind=CorruptError) from error
     if timings is None:
@@ -162,16 +476,14 @@ def scan(
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    cache = cache or LruStatCache(0)
+    cache, above = cache or LruStatCache(0), list[CheckpointInfo]()
     if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
         folder = open_store(run).listed()
-        one = read_info_or_unread(folder, cache=cache, follow=True, newest=newest)
+        above = [read_info(folder, cache=cache, follow=True, newest=newest, or_unread=True)]
         if not has_steps(folder):
-            return [one]
-        found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
-        return in_listing_order([one, *(info for _, info in found if info.status != "foreign")])
-    found = read_infos(open_run(run), cache, report_errors=True, newest=newest, on_read=on_read)
-    return in_listing_order(info for _, info in found)
+            return above
+    found = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
+    return in_listing_order([*above, *(info for _, info in found if not above or info.status != "foreign")])
 
 
 def has_steps(folder: Store) -> bool:
@@ -190,7 +502,7 @@ def read_infos(
     run: RunStore,
     cache: StatCache,
     *,
-    report_errors: bool = False,
+    or_unread: bool = False,
     timings: bool = True,
     newest: NewestIndex | None = None,
     on_read: OnRead | None = None,
@@ -198,15 +510,13 @@ def read_infos(
     """Returns every folder of a run with its description.
 
     Args:
-        report_errors: reads with `read_info_or_unread`.
-        timings, newest: as for `read_info`.
+        or_unread, timings, newest: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    reader = read_info_or_unread if report_errors else read_info
-    one = partial(reader, cache=cache, timings=timings, newest=newest)
-    return _for_each_folder(run, one, on_read)
+    describe = partial(read_info, cache=cache, or_unread=or_unread, timings=timings, newest=newest)
+    return _for_each_folder(run, describe, on_read)
 
 
 def _for_each_folder(run: RunStore, one: Callable[[Store], T], on_read: OnRead | None = None) -> list[tuple[Store, T]]:
@@ -245,26 +555,6 @@ def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
     return None
 
 
-def read_info_or_unread(
-    folder: Store,
-    *,
-    cache: StatCache | None = None,
-    follow: bool = False,
-    timings: bool = True,
-    newest: NewestIndex | None = None,
-) -> CheckpointInfo:
-    """Same as `read_info`, but a local directory that could not be read is described as unread, with the error.
-
-    For lists that are shown to a person, and where the others matter all the same.
-    """
-    try:
-        return read_info(folder, cache=cache, follow=follow, timings=timings, newest=newest)
-    except StoreError as error:
-        if folder.traits.local_path is None:
-            raise
-        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
-
-
 def read_info(
     path: str | os.PathLike[str] | Store,
     *,
@@ -272,6 +562,7 @@ def read_info(
     follow: bool = False,
     timings: bool = True,
     newest: NewestIndex | None = None,
+    or_unread: bool = False,
 ) -> CheckpointInfo:
     """Describes one directory.
 
@@ -279,16 +570,26 @@ def read_info(
         follow: follows a symbolic link: for paths that a person gave, not for entries of a run.
         timings: reads how long a complete checkpoint took to save, which is a request of its own.
         newest: is offered the index, if it is not in the cache.
+        or_unread: describes a local directory that could not be read as unread, with the error: for lists that are
+            shown to a person, and where the others matter all the same.
 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
     """
-    cache = cache or LruStatCache(0)
     folder = open_store(path) if isinstance(path, (str, os.PathLike)) else path
-    name = folder.name
     if folder.is_link and not (follow or folder.traits.follow_links):
-        return CheckpointInfo(name, folder.place, "foreign", error="a symbolic link, which is not followed")
-    entries = folder.entries()
+        return CheckpointInfo(folder.name, folder.place, "foreign", error="a symbolic link, which is not followed")
+    cache = cache or LruStatCache(0)
+    try:
+        return _read_info(folder, cache, newest, timings=timings)
+    except StoreError as error:
+        if not or_unread or folder.traits.local_path is None:
+            raise
+        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
+
+
+def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, timings: bool) -> CheckpointInfo:
+    name, entries = folder.name, folder.entries()
     files = _regular(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
@@ -312,7 +613,7 @@ def read_info(
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
-            return read_info(now, cache=cache, follow=follow, timings=timings, newest=newest)
+            return _read_info(now, cache, newest, timings=timings)
         return info
     exists = folder.modified_ns() is not None
     if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
@@ -368,9 +669,15 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         found_damaged=verdict_name(summary.save_id) in files,
-        saving=saves_under_way(folder, files, committed=summary.save_id),
+        saving=_saving(folder, files, summary.save_id),
         lineage=summary.lineage,
     )
+
+
+def _saving(folder: Store, files: Files, committed: str | None = None) -> tuple[SaveUnderWay, ...]:
+    """Returns the saves under way; the record of a save that the index names is about to be removed."""
+    records = [name for name in files if (parsed := parse_progress_name(name)) and parsed[1] != committed]
+    return saves_under_way(folder, records) if records else ()
 
 
 def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
@@ -385,7 +692,7 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
 def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
-    text, seconds, saving = "no index: the save is under way, or never finished", None, saves_under_way(folder, files)
+    text, seconds, saving = "no index: the save is under way, or never finished", None, _saving(folder, files)
     world = saves_of_all_ranks(shards).get(shards[newest][0]) if newest else None
     if world and all(save.alive is False for save in saving):
         text = lost_index_text(folder.place, world)

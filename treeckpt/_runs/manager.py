@@ -31,15 +31,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.file_names import check_step
+from .._core.format.files import check_step
 from .._core.tree.structure import key_text
+from .._inspect.deletion import CleanReport
 from .._io.comm.collective import ending_together, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
-from .._io.comm.termination import HEARTBEAT_TIMEOUT
+from .._io.process import HEARTBEAT_TIMEOUT
 from .._io.public_calls import check_options, saves, takes_no_save
-from .._io.storage.reader_leases import hold_lease
-from .._io.storage.run_store import RunStore
-from .._io.storage.store import Store
+from .._io.storage.deletions import GRACE
+from .._io.storage.kept_files import hold_lease
+from .._io.storage.store import RunStore, Store
 from .._loading.keywords import LoadKeywords
 from .._loading.options import IN_PLACE, NO_SALVAGE, Policy, fallback_of, fallback_of_load, policy_of, read_of
 from .._saving.background import save_async_tree
@@ -48,11 +49,7 @@ from .._saving.save import save_tree
 from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from .broken_loop import LoopState, is_of_workers, training_state
-from .catalog import runs_below
-from .checkpoint_info import step_info
-from .history import SaveHistory
-from .index_summary import METRICS
+from .catalog import METRICS, runs_below, step_info
 from .notebook import run_html
 from .options import (
     Keep,
@@ -69,9 +66,8 @@ from .options import (
 from .pending_saves import PendingSaves, RetentionRunner
 from .registered_state import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, check_name
 from .restore import Restorer
-from .run import GRACE, CleanReport, RunDirectory
-from .schedule import SaveSchedule
-from .select import CheckpointSelector
+from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
     from ..training._modules import Modules

@@ -6,10 +6,9 @@ import time
 
 from .._core.html import Child, Html, el, facts, joined, table
 from .._core.text import bytes_text, seconds_text, time_text
-from .._io.storage.run_store import RunStore
+from .._io.storage.store import RunStore
 from .active_saves import under_way_text
-from .catalog import scan
-from .checkpoint_info import CheckpointInfo
+from .catalog import CheckpointInfo, scan
 
 ROWS = 20
 COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")

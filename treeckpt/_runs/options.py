@@ -11,17 +11,20 @@ from .._arrays.digests import Comparison
 from .._arrays.registry import abstract_of, is_value
 from .._arrays.stateful import is_stateful
 from .._core.tree.containers import flatten_one_level
-from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.in_place import update_in_place
+from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.leaf_differences import Strict
+from .._core.tree.paths import Selection
 from .._io.public_calls import check_options
 from .._loading.options import Fallback, ReadOptions
-from .._loading.overlay import Selection
-from .._saving.options import BackgroundOptions, SaveOptions, background_of, shard_limit
+from .._saving.options import (
+    BackgroundOptions,
+    SaveOptions,
+    background_of,
+    shard_limit,
+)
 from ..errors import TreeckptError, TreeError
-from ..policy import All, Best, Last, Policy, check_policies
+from ..policy import All, Best, KeepError, Last, Policy, check_policies, parse_keep
 from ..rules import Renaming, Transforms
-from .policy_text import KeepError, parse_keep
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 

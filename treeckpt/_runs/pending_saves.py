@@ -15,14 +15,13 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple
 
-from .._core.format.file_names import step_name
+from .._core.format.files import step_name
+from .._inspect.deletion import CleanReport
 from .._saving.session import Pending, forget_at_exit, reset_after_fork
 from .._threads import call_in_thread
 from ..errors import CheckpointError
-from ..policy import Policy
-from .policy_text import keep_text
-from .run import CleanReport, RunDirectory
-from .select import CheckpointSelector
+from ..policy import Policy, keep_text
+from .run import CheckpointSelector, RunDirectory
 
 _log = logging.getLogger("treeckpt")
 

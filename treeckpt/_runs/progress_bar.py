@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from .._core.text import bytes_text, rate_text, seconds_text
-from .._io.storage.counting_store import CountedStores
 from .._io.storage.store import Store
+from .._io.storage.wrapped_store import CountedStores
 from .._threads import start_thread
 from ..errors import visible
 

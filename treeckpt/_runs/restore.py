@@ -19,21 +19,17 @@ from typing import Any
 import msgspec
 
 from .._core.text import count_text
-from .._io.comm.collective import from_rank0, gather_errors, interrupts_told
+from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, raise_faults
 from .._io.comm.comm import Comm
-from .._io.comm.failures import raise_faults
-from .._io.storage.checkpoint import Checkpoint
-from .._io.storage.metadata_files import KnownIndex
-from .._io.storage.reader_leases import hold_lease
-from .._loading.consistent_reads import on_one_version
+from .._io.storage.checkpoint import Checkpoint, KnownIndex
+from .._io.storage.kept_files import hold_lease
 from .._loading.execute_shared import open_relay, reads_once, together
 from .._loading.options import ReadOptions
+from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError
-from .checkpoint_info import CheckpointInfo, mark_of, step_info
-from .history import SaveHistory
+from .catalog import CheckpointInfo, mark_of, step_info
 from .progress_bar import reading_bar
-from .run import RunDirectory
-from .select import CheckpointSelector
+from .run import CheckpointSelector, RunDirectory, SaveHistory
 
 _log = logging.getLogger("treeckpt")
 

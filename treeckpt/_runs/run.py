@@ -1,30 +1,40 @@
-"""Lists, pins and deletes the checkpoints of a run, in one process.
+"""Lists, selects, pins and deletes the checkpoints of a run, in one process.
 
-A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.index_lock`; (2) if the
+By default a checkpoint is complete if its index decodes and every shard that it names has its size; only the index is
+read for that. On request everything is read and compared with its checksums.
+
+A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the
 index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
 on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
 goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
 with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
 
-`reader_leases` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
+`kept_files` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence, Set
+import warnings
+from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
 from .._core.format.index import INDEX_NAME
-from .._core.format.lineage import SavedCheckpoint
+from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
+from .._core.text import count_text
 from .._inspect.deletion import (
+    CleanReport,
     Removal,
     RetainedDirectory,
     StepDirectory,
@@ -33,78 +43,52 @@ from .._inspect.deletion import (
     plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.foreign_formats import describe_foreign, refuse_file
-from .._io.storage.index_lock import hold_lock, index_state, take_index
-from .._io.storage.leftovers import (
+from .._io.storage.checkpoint import KnownIndex, NewestIndex
+from .._io.storage.deletions import (
     GRACE,
     delete_files,
     deletion_times,
     file_facts,
+    hold_lock,
     index_of_save,
+    index_state,
     plan_removal,
     remove_leftovers,
+    take_index,
 )
-from .._io.storage.metadata_files import NewestIndex
+from .._io.storage.foreign_formats import describe_foreign, refuse_file
+from .._io.storage.kept_files import has_readers
+from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run, open_store
-from .._io.storage.reader_leases import has_readers
-from .._io.storage.run_store import RunStore
-from .._io.storage.store import Store
+from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
-from ..policy import Policy
-from .catalog import OnRead, read_info, read_info_or_unread, read_infos, read_marks
-from .checkpoint_info import CheckpointInfo, in_listing_order, loadable_text, with_verification
-from .stat_cache import LruStatCache, StatCache
-from .verification import VerificationStore, cache_directory
+from ..policy import Best, Policy, best_of, unmeasured_text
+from .catalog import (
+    CheckpointInfo,
+    LruStatCache,
+    OnRead,
+    StatCache,
+    in_listing_order,
+    loadable_text,
+    read_info,
+    read_infos,
+    read_marks,
+    step_info,
+    with_verification,
+)
+from .verification import (
+    DamagedPart,
+    VerificationStore,
+    cache_directory,
+    fingerprint_of,
+    found_part,
+    this_user,
+    verify_folder,
+)
 
 _REPLACED = "another save has been committed there meanwhile"
 _write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
-
-
-class CleanReport(msgspec.Struct, frozen=True):
-    """The result of a clean-up, or with `dry_run` its plan.
-
-    Attributes:
-        run: its path or URL.
-        kept: the steps that are kept, with the reasons.
-        removed: what was removed, and why.
-        left: what is kept for now, and why.
-        failed: what could not be removed, and why.
-        warnings: problems of the policies: a metric that no checkpoint has.
-        dry_run: whether nothing was removed: then `removed` lists what would be.
-        abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
-        foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
-    """
-
-    run: str
-    kept: dict[int, tuple[str, ...]]
-    removed: tuple[Removal, ...]
-    left: tuple[RetainedDirectory, ...]
-    failed: tuple[RetainedDirectory, ...] = ()
-    warnings: tuple[str, ...] = ()
-    dry_run: bool = False
-    abandoned: tuple[int, ...] = ()
-    foreign: dict[str, tuple[str, ...]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were removed, or with `dry_run` would be."""
-        return sum(removal.nbytes for removal in self.removed)
-
-    def why(self, step: int) -> str:
-        """Returns the reasons for keeping a step as text."""
-        return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
-
-    def __str__(self) -> str:
-        word = "would go" if self.dry_run else "removed"
-        steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
-        rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
-        rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
-        rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
-        rows += [f"  left      {one.name}: {one.why}" for one in self.left]
-        rows += [f"  failed    {one.name}: {one.why}" for one in self.failed]
-        rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
-        return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
 
 
 class RunDirectory:
@@ -142,24 +126,22 @@ class RunDirectory:
         """Returns the directory of a step, whether or not it exists."""
         return self.store.folder(step_name(check_step(step)))
 
-    def checkpoints(self, *, newest: NewestIndex | None = None, report_errors: bool = False) -> list[CheckpointInfo]:
+    def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
 
         The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
 
         Args:
             newest: is offered the indexes that are not in the cache.
-            report_errors: lists local directories that could not be read too, as unread.
+            or_unread: lists local directories that could not be read too, as unread.
 
         Raises:
             StoreError: the run could not be read, or one of its checkpoints.
         """
-        return [info for _, info in self._read_infos(newest, report_errors=report_errors)]
+        return [info for _, info in self._read_infos(newest, or_unread=or_unread)]
 
-    def _read_infos(
-        self, newest: NewestIndex | None = None, *, report_errors: bool
-    ) -> list[tuple[Store, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, report_errors=report_errors, timings=False, newest=newest)
+    def _read_infos(self, newest: NewestIndex | None = None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
+        seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
@@ -256,25 +238,15 @@ class RunDirectory:
             on_removal: takes before each removal how many are done, and how many are planned.
         """
         known = self._verifications or VerificationStore(cache_directory())
-        found = self._read_infos(report_errors=True)
+        found = self._read_infos(or_unread=True)
         facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in found]
-        plan = plan_cleanup(facts, policies, deletion_times(self._clock(), grace), busy=frozenset(busy))
-        planned = CleanReport(
-            self.url,
-            plan.kept,
-            removed=plan.removals,
-            left=plan.left,
-            failed=(),
-            warnings=plan.warnings,
-            dry_run=dry_run,
-            abandoned=plan.abandoned,
-            foreign=plan.foreign,
-        )
+        times = deletion_times(self._clock(), grace)
+        planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
             return planned
-        removed, left, failed = list[Removal](), list(plan.left), list[RetainedDirectory]()
-        for number, removal in enumerate(plan.removals):
-            on_removal(number, len(plan.removals))
+        removed, left, failed = list[Removal](), list(planned.left), list[RetainedDirectory]()
+        for number, removal in enumerate(planned.removed):
+            on_removal(number, len(planned.removed))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     why = self.remove_directory(removal, grace) if free else "it is being saved"
@@ -287,7 +259,8 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
-        return msgspec.structs.replace(planned, removed=tuple(removed), left=tuple(left), failed=tuple(failed))
+        done = {"removed": tuple(removed), "left": tuple(left), "failed": tuple(failed), "dry_run": False}
+        return msgspec.structs.replace(planned, **done)
 
     def delete(
         self,
@@ -322,8 +295,7 @@ class RunDirectory:
     def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        read = read_info_or_unread if force else read_info
-        info = _checked(read(folder, cache=self._cache, timings=False))
+        info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
         if not force and info.status != "complete":
             try:
                 info = self.checkpoint(step)
@@ -341,24 +313,17 @@ class RunDirectory:
         return info, plan
 
     def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
-        step = step_of(info.name)
-        assert step is not None and info.status != "foreign", "_read_infos returns only these"
+        assert info.status != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.status != "partial" else None
-        if info.status == "unread" and not force:
-            return StepDirectory(info.name, step, "unread", 0, (), problem=info.error or "", path=folder.place)
+        unread = info.status == "unread" and not force
         return StepDirectory(
+            **msgspec.structs.asdict(step_info(info)),
             name=info.name,
-            step=step,
             status=info.status,
-            modified_ns=folder.modified_ns() or 0,
-            files=file_facts(folder, self._clock(), committed=save_id),
-            save_id=save_id,
-            created_ns=info.created_ns or 0,
-            metrics=info.metrics,
+            modified_ns=0 if unread else folder.modified_ns() or 0,
+            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
+            save_id=None if unread else save_id,
             problem=info.error or "",
-            sequence=info.sequence,
-            abandoned=info.abandoned,
-            damaged=info.damaged,
             path=folder.place,
         )
 
@@ -401,8 +366,7 @@ class RunDirectory:
         try:
             # the plan may be outdated: other removals took place before this one
             now = folder.listed()
-            read = read_info_or_unread if removal.force else read_info
-            info = _checked(read(now, cache=self._cache))
+            info = _checked(read_info(now, cache=self._cache, or_unread=removal.force))
             why = self._reason_to_keep(info, now, grace, force=removal.force)
             known = not why and info.status != "unread"
             index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
@@ -490,3 +454,313 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
+
+
+_log = logging.getLogger("treeckpt")
+
+
+class CheckpointSelector:
+    """Selects checkpoints of a run. Each warning is logged once, to the logger `treeckpt`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.directory = run
+        self._logged: set[tuple[str, str]] = set()
+        self._read = NewestIndex()
+        """Is offered every index that is read, a local one only by `choose`; what the cache has was offered before."""
+
+    def warn_once(self, path: str, what: str) -> None:
+        """Logs a warning about a path, unless it was logged before."""
+        if (path, what) not in self._logged:
+            self._logged.add((path, what))
+            _log.warning("%s: %s", path, what)
+
+    def complete(self) -> list[CheckpointInfo]:
+        """Returns the complete checkpoints, newest first.
+
+        Raises:
+            CheckpointNotFound: the directory is one checkpoint.
+        """
+        return [info for info in self._listed() if info.status == "complete"]
+
+    def _listed(self, *, or_unread: bool = False) -> list[CheckpointInfo]:
+        """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
+        infos = self.directory.checkpoints(newest=self._read, or_unread=or_unread)
+        run, url = self.directory.store, self.directory.url
+        if infos:
+            return infos
+        if run.holds(INDEX_NAME):
+            above = url.rpartition("/")[0] if is_url(url) else Path(url).parent
+            raise CheckpointNotFound(
+                url,
+                expected="a run, the directory that holds the checkpoints",
+                found="one checkpoint",
+                hint=f"Give the directory above it, {above}, or load it with tc.load or tc.training.restore",
+            )
+        return infos
+
+    def newest(
+        self,
+        *,
+        verify: bool = False,
+        without: Container[int] = (),
+        busy: Container[str] = (),
+        passed_over: list[str] | None = None,
+    ) -> CheckpointInfo | None:
+        """Returns the newest complete checkpoint, None if there is none.
+
+        Args:
+            verify: reads everything and compares checksums.
+            without: steps to leave out.
+            busy: directories in which a save is known to be under way: no warning is logged for them.
+            passed_over: gets the path of each corrupt checkpoint and link that is newer, or may be, with what is wrong.
+
+        Raises:
+            CheckpointNotFound: the directory is one checkpoint.
+            StoreError: a checkpoint that may be newer could not be read, or with `verify` not compared: it may be good.
+        """
+        infos, found = self._listed(or_unread=True), None
+        for info in infos:
+            if info.status == "unread":
+                expected, hint = (
+                    "the newest checkpoint, or to know that it is not",
+                    "No older one is taken in its place",
+                )
+                raise StoreError(info.path, expected=expected, found=info.error or "", hint=hint)
+            if step_info(info).step in without:
+                continue
+            why = info.error or info.status if info.status != "complete" else ""
+            if not why and verify:
+                why = self._problem(info)
+            if not why:
+                found = info
+                break
+            if info.name not in busy:
+                self.warn_once(info.path, f"passed over, {info.status}: {why}")
+            if passed_over is not None and info.status != "partial":
+                passed_over.append(f"{info.path}: {why}")
+        for path, why in self._perhaps_newer(infos, found):
+            self.warn_once(path, f"passed over, {why}")
+            if passed_over is not None:
+                passed_over.append(f"{path}: {why}")
+        return found
+
+    def _perhaps_newer(
+        self, infos: Sequence[CheckpointInfo], found: CheckpointInfo | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yields the path of each step that may have been saved after the one that was found, and why it is not known.
+
+        These are steps whose index, which has the lineage, cannot be read, and links with a higher step.
+        """
+        step = step_info(found).step if found is not None else -1
+        for info in infos[infos.index(found) + 1 :] if found is not None else ():
+            if info.status in ("corrupt", "unread") and info.save_id is None:
+                yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
+        for name in self.directory.store.linked_names():
+            folder = self.directory.store.folder(name)
+            followed = folder.traits.follow_links and folder.modified_ns() is not None
+            if is_step_name(name) and (step_of(name) or 0) > step and not followed:
+                yield folder.place, "a symbolic link, which is not followed"
+
+    def _problem(self, info: CheckpointInfo) -> str:
+        """Returns what is wrong with a checkpoint, as all of it shows; keeps damage beside it, for clean-ups to know.
+
+        It is not read again where damage is known, and no file was written since.
+        """
+        folder, known = self.directory.store.folder(info.name), VerificationStore(cache_directory())
+        before = with_verification(info, folder, known).verification
+        if before is not None and before.beside and not before.changed:
+            return f"a verification has found {count_text(before.total, 'problem')}, first {before.problems[0].text}"
+        try:
+            report, verification = verify_folder(folder, this_user("Manager.latest"))
+        except StoreError:
+            raise
+        except TreeckptError as error:
+            return str(error)
+        for text in known.record(folder, verification, beside=True):
+            self.warn_once(info.path, text)
+        if report.problems:
+            return f"{count_text(len(report.problems), 'problem')}, first {report.problems[0].text}"
+        if report.unread:
+            found, hint = f"{report.state}, first {report.unread[0].text}", ". ".join(report.notes)
+            raise StoreError(info.path, expected="bytes to compare with their checksums", found=found, hint=hint)
+        return ""
+
+    def keep_damage(self, info: CheckpointInfo, found: str) -> None:
+        """Keeps that a load has found a checkpoint damaged: else a clean-up might keep it, and delete a good one."""
+        try:
+            folder, by = self.directory.store.folder(info.name), this_user("Manager.restore")
+            fingerprint = fingerprint_of(folder.entries(), info.save_id or "")
+            verification = found_part(info.save_id or "", fingerprint, [DamagedPart(info.name, found)], by=by)
+            failed = VerificationStore(cache_directory()).record(folder, verification, beside=True)
+        except Exception as error:  # the restore goes on with the step before, for which the other ranks wait
+            failed = [f"that it is damaged could not be kept: {type(error).__name__}: {error}"]
+        for text in failed:
+            self.warn_once(info.path, text)
+
+    def best(self, policy: Best) -> int | None:
+        """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
+
+        A step that a verification has found damaged counts for no policy; it is passed over, and logged.
+        """
+        complete = self.complete()
+        steps = [step_info(info) for info in complete]
+        infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
+        found, known = best_of(steps, policy), VerificationStore(cache_directory())
+        if steps and not found:
+            self.warn_once(self.directory.url, unmeasured_text(policy.metric, steps))
+        for step in (one.step for one in found):
+            info = infos[step]
+            if not with_verification(info, self.directory.store.folder(info.name), known).damaged:
+                return step
+            self.warn_once(info.path, "passed over as the best, since a verification has found it damaged")
+        return None
+
+    def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
+        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
+
+        Args:
+            passed_over: as for `newest`.
+
+        Raises:
+            CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
+            CheckpointError: the step is corrupt.
+        """
+        self._read.local = True
+        if step is not None:
+            try:
+                return self.directory.checkpoint(step, newest=self._read)
+            except CheckpointNotFound:
+                self._listed()  # raises the error for the path of one checkpoint in place of this one
+                raise
+        found = self.newest(without=tried, passed_over=passed_over)
+        if found is None and (foreign := describe_foreign(self.directory.url)) is not None:
+            expected = "a run of checkpoints of treeckpt"
+            raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
+        if found is None and (tried or passed_over):
+            raise CheckpointNotFound(
+                self.directory.url,
+                expected="a checkpoint to restore",
+                found="only such as cannot be loaded",
+                hint="See what treeckpt verify says of each",
+            )
+        return found
+
+    def take_index(self, info: CheckpointInfo) -> KnownIndex | None:
+        """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
+        found, self._read = self._read.found, NewestIndex()
+        return found if found and (found.url, found.index.save_id) == (info.path, info.save_id) else None
+
+
+@dataclass(eq=False)
+class _HistoryEntry:
+    """A restored checkpoint, or a save that was started."""
+
+    mark: SavedCheckpoint | None = None
+    """None until the lineage of the save is known."""
+    restored: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class NextSave:
+    """The `LineageSource` of one save of a manager."""
+
+    history: SaveHistory
+    step: int
+    pin: bool
+    """Whether the save itself is pinned: then it may replace a pinned checkpoint."""
+    before: tuple[_HistoryEntry, ...]
+    """What was restored and saved before."""
+    entry: _HistoryEntry
+    """The entry of this save."""
+
+    def lineage(self, save_id: str) -> Lineage:
+        """Returns the lineage of the save with this id; raises nothing."""
+        return self.history.lineage(self, save_id)
+
+
+class SaveHistory:
+    """The checkpoints that a manager has restored and saved, in the order of the calls.
+
+    The lineage of its next save follows the last of them. Whether a save was committed is read from the disk: one that
+    failed, was skipped or was deleted is skipped here. Rank 0 decides, after the previous save has ended, and outside
+    the caller's thread for a save in the background, because it reads every index of the run.
+
+    A manager that restored nothing, but saves a step that the run has already or that lies below one of it, is mostly
+    that of a training that forgot to resume: it replaces the old steps, or its clean-ups delete them. It warns, once.
+
+    Args:
+        warn: logs a warning about a path.
+        rank: the rank of this process; rank 0 alone decides.
+        replaces: whether the caller said that steps of other trainings are to be replaced: then nothing warns of it.
+    """
+
+    def __init__(
+        self, run: RunDirectory, warn: Callable[[str, str], None], rank: int, *, replaces: bool = False
+    ) -> None:
+        self.directory, self._warn, self._rank = run, warn, rank
+        self._entries: tuple[_HistoryEntry, ...] = ()
+        self._lock = threading.RLock()
+        self._warned = replaces
+        self._saved: set[str] = set()
+        """The ids of the saves of this manager, until it has restored something or warned."""
+
+    def restored(self, mark: SavedCheckpoint) -> None:
+        """Records that the next save follows this checkpoint."""
+        with self._lock:
+            self._entries, self._warned = (_HistoryEntry(mark, restored=True),), True
+
+    def next_save(self, step: int, *, pin: bool = False) -> NextSave | None:
+        """Records a save that is started, and whether it is pinned; returns what determines its lineage, on rank 0."""
+        if self._rank:
+            return None
+        entry = _HistoryEntry()
+        with self._lock:
+            before, self._entries = self._entries, (*self._entries, entry)
+        return NextSave(self, step, pin, before, entry)
+
+    def _warn_of_pinned(self, step: int) -> None:
+        """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
+        with contextlib.suppress(Exception):
+            folder = self.directory.folder(step)
+            if PIN_NAME in folder.entries():
+                text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
+                self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
+
+    def lineage(self, save: NextSave, save_id: str) -> Lineage:
+        """Returns the lineage of a save, from the entries before it and the state of the run; raises nothing."""
+        step, before = save.step, save.before
+        try:
+            marks = self.directory.marks()
+        except Exception as error:  # a save without the right lineage is better than none
+            marks = [known.mark for known in before if known.mark is not None]
+            self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
+        if not save.pin and any(mark.step == step for mark in marks):
+            self._warn_of_pinned(step)
+        if not self._warned:
+            self._warn_of_forgotten_resume(marks, step)
+            self._saved.add(save_id)
+        there = {mark.save_id for mark in marks}
+        sure = [e for e in before if e.mark is not None and (e.restored or e.mark.save_id in there)]
+        lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        save.entry.mark = SavedCheckpoint(step, save_id, lineage)
+        old = before[: before.index(sure[-1])] if sure else ()
+        with self._lock:
+            self._entries = tuple(kept for kept in self._entries if kept not in old)
+        return lineage
+
+    def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: int) -> None:
+        """Warns where a step is saved at or below one that this manager neither saved nor restored."""
+        others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
+        if not others:
+            return
+        self._warned, path = True, self.directory.folder(step).place
+        what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
+        text = (
+            f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "
+            "restore before the first save; to start anew, take another directory; overwrite=True of the Manager "
+            "replaces such steps without a warning, overwrite=False refuses to"
+        )
+        try:
+            warnings.warn(visible(f"{path}: {text}"), stacklevel=2)
+        except UserWarning:  # a filter makes it an error, but the ranks have agreed on this save
+            self._warn(path, text)

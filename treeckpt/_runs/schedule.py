@@ -8,6 +8,11 @@ after that decides, and all ranks save at the call after: within two steps of th
 rank. After the signal, waits for a rank without heartbeats end after a few seconds (`_io.comm.waiting`).
 
 Without `seconds` and without signals nothing is posted at all.
+
+torchrun and SLURM send the signal to every process of a rank. A worker of a `DataLoader` dies of it, torch raises
+`RuntimeError: DataLoader worker ... is killed by signal` in the training, and the steps before the last save never
+finish. `LoaderWorkers` keeps the signals from the workers that start while a manager listens; for workers that started
+before, `LoopState` keeps the state of the loop for a last save when their error breaks it.
 """
 
 from __future__ import annotations
@@ -15,20 +20,101 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, wraps
+from multiprocessing.process import BaseProcess
 from numbers import Real
 from types import FrameType
 from typing import Any
 
 import msgspec
 
+from .._arrays.registry import is_value
 from .._core.format.decoding import decode_msgpack
+from .._core.tree.flatten import flatten
 from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
-from .._io.comm.termination import HEARTBEAT_TIMEOUT, TERMINATION
+from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
 from ..errors import RankError, TreeckptError
-from .loader_workers import LOADER_WORKERS
+
+_LOADERS = ("torch.utils.data", "torchdata")
+"""The packages whose functions the workers of data loaders run."""
+_END = 5.0
+"""Seconds to wait at most for the end of a killed worker; one that waits for a disk may take longer."""
+
+
+class LoaderWorkers:
+    """The signals that are blocked in new worker processes of data loaders. There is one object per process.
+
+    A worker that starts while a manager listens is started with the signals blocked: a new process has the signal mask
+    of the thread that starts it, whether it is forked or spawned. A forkserver that runs already has its own mask, and
+    its workers are not protected. Other processes have the signals as before, but those that a worker starts, which it
+    needs to go on, have its mask.
+
+    A blocked SIGTERM would make `terminate`, by which multiprocessing ends workers that are left at the end of the
+    training, wait for ever: such workers are killed, and reaped while torch's handler of SIGCHLD, which takes that for
+    a failure, is away.
+    """
+
+    def __init__(self) -> None:
+        self._blocked: Counter[int] = Counter()
+        self._installed = False
+        """Whether `BaseProcess.start` is replaced; once it is, it stays so."""
+
+    def block(self, signals: Iterable[int]) -> None:
+        """Blocks signals in workers that are started from now on. Windows has no signals for groups of processes."""
+        if not hasattr(signal, "pthread_sigmask"):
+            return
+        self._blocked.update(list(signals))
+        if not self._installed and self._blocked:
+            process_class: Any = BaseProcess
+            process_class.start, self._installed = self._starting(BaseProcess.start), True
+
+    def unblock(self, signals: Iterable[int]) -> None:
+        """Undoes one `block`; workers that run keep their mask."""
+        self._blocked.subtract(list(signals))
+
+    def _starting(self, start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
+        @wraps(start)
+        def start_process(process: Any) -> None:
+            blocked = +self._blocked
+            if not blocked or not (getattr(process._target, "__module__", None) or "").startswith(_LOADERS):
+                start(process)
+                return
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            try:
+                start(process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            process._popen.terminate = partial(_kill, process._popen)
+
+        return start_process
+
+
+def _kill(popen: Any) -> None:
+    """Kills a worker and waits for its end, without the handler of SIGCHLD.
+
+    Blocking that signal is not enough: another thread gets it, and Python runs the handler in the main thread. In other
+    threads handlers cannot be replaced, and torch's may raise in the main thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGCHLD) if is_main else None
+    if before is not None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        popen.kill()
+        popen.wait(_END)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGCHLD, before)
+
+
+LOADER_WORKERS = LoaderWorkers()
+
 
 _log = logging.getLogger("treeckpt")
 _HISTORY = 256
@@ -219,3 +305,90 @@ class SaveSchedule:
             name = signal.Signals(self.signum).name
             _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
             signal.raise_signal(self.signum)
+
+
+_WORKERS = "DataLoader worker"
+"""How torch's errors about dead workers begin."""
+
+
+class LoopState:
+    """The state of a loop for a last save, where a signal ends workers of its data loader, and their error the loop.
+
+    Such an error can come at any line of the loop. The state is that of a step as long as no optimizer has begun a step
+    since `should_save` was called for it; after that it is between two steps, and is not saved. Several ranks save only
+    if the loop breaks on all of them: one that waits for another in a collective does not get there.
+    """
+
+    def __init__(self) -> None:
+        self.tree: Callable[[], Any] | None = None
+        """Returns the state; None where nothing tells how the loop saves."""
+        self.step: int | None = None
+        """For which `should_save` was called last."""
+        self._parts: frozenset[Any] | None = None
+        self._begun = self._begun_before = 0
+        self._hook: Any = None
+
+    def reach(self, step: int) -> None:
+        """Notes the call of `should_save` for a step."""
+        if self._hook is None and "torch.optim" in sys.modules:
+            from ..training._guard import before_any_step
+
+            self._hook = before_any_step(self._begin)
+        self.step, self._begun_before = step, self._begun
+
+    def _begin(self) -> None:
+        self._begun += 1
+
+    def note_saved(self, tree: Any) -> None:
+        """Notes the keys at the root of a tree that the loop saves."""
+        self._parts = frozenset(tree) if isinstance(tree, Mapping) else None
+
+    def last_tree(self) -> Any:
+        """Returns the state to save.
+
+        Raises:
+            LookupError: it is not known, or not that of a step; with the reason.
+        """
+        if self.step is None or self._begun != self._begun_before:
+            raise LookupError("the error came between two steps")
+        if self.tree is None:
+            raise LookupError("resume was not given all that is saved, and step no function that returns it")
+        tree = self.tree()
+        if self._parts is not None and frozenset(tree) != self._parts:
+            what = ", ".join(sorted(map(str, self._parts)))
+            raise LookupError(f"the loop saves {what}, and resume was given objects for {', '.join(map(str, tree))}")
+        return tree
+
+    def close(self) -> None:
+        """Ends counting steps."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def is_of_workers(error: BaseException) -> bool:
+    """Whether an error is that of dead workers of a data loader, or follows one."""
+    return any(_WORKERS in str(one) for one in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def training_state(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the state of the objects that `resume` got.
+
+    Raises:
+        LookupError: values are among them, of which the loop may have others by now in variables of its own.
+    """
+    from ..training import state
+
+    asked = {name: options.get(name) for name in ("scheduler", "loader", "extra")}
+    parts: dict[str, Any] = {name: None if one is False else one for name, one in asked.items()}
+    given = {name: one for name, one in parts.items() if one is not None}
+    for path, leaf in flatten(given, namespace=options.get("namespace", ""))[1]:
+        if is_value(leaf):
+            raise LookupError(f"{path} is a value, which the loop alone knows: call step with a function for the state")
+    return state(model, optimizer, rng=options.get("rng") is not False, **parts)

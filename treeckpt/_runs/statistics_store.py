@@ -1,23 +1,112 @@
-"""Keeps the statistics of the arrays of saves in the user's cache directory, one file for each save and place."""
+"""Keeps numbers of the arrays of saves in the user's cache directory: statistics, and by how much two saves differ.
+
+There is one file for each save and place, or pair of them: a line of JSON, then each column as 8-byte numbers. A file
+is mapped, so that one row of hundreds of files takes a few pages of each, not all of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 from msgspec.structs import asdict
 
-from .._core.format.records import Index
-from .._inspect.moments import Moments
-from .._inspect.unusual import Ranking, rank_unusual
-from .column_files import MAX_DIRECTORY_NBYTES, Columns, key_of_parts, place_of, read_columns, write_columns
+from .._core.format.decoding import decode_json
+from .._core.format.records import Index, Leaf
+from .._inspect.numbers import Moments
+from .._inspect.ranking import Ranking, rank_unusual
+from .._io.storage.local_store import is_url, local_path
+from .._loading.compare import Delta
+
+MAX_LINE = 1 << 16
+"""Bytes of the line of JSON."""
+MAX_DIRECTORY_NBYTES = 1 << 30
+"""Bytes of all files of a directory; beyond that the oldest are deleted."""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """The line of JSON of a file."""
+
+    rows: int
+
+
+C = TypeVar("C", bound=Columns)
+
+
+def place_of(url: str) -> str:
+    """Returns the name of a folder under which what is known of it is kept, the same for all links to it."""
+    return url if is_url(url) else os.path.realpath(local_path(url))
+
+
+def key_of_parts(*parts: str) -> str:
+    """Returns a hash of texts."""
+    return hashlib.blake2s("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def read_columns(path: Path, kinds: Mapping[str, str], head: type[C]) -> tuple[C, dict[str, np.ndarray]] | None:
+    """Returns what a file holds; None if there is none, or a damaged one.
+
+    Args:
+        kinds: the dtypes of the columns, of 8 bytes.
+    """
+    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError), path.open("rb") as file:
+        line = file.readline(MAX_LINE)
+        found = decode_json(line, head)
+        if found.rows < 0 or path.stat().st_size - len(line) != 8 * found.rows * len(kinds):
+            return None
+        if not found.rows:
+            return found, {name: np.empty(0, kind) for name, kind in kinds.items()}
+        starts = {name: len(line) + 8 * found.rows * number for number, name in enumerate(kinds)}
+        return found, {name: np.memmap(path, kinds[name], "r", start, (found.rows,)) for name, start in starts.items()}
+    return None
+
+
+def write_columns(
+    path: Path,
+    kinds: Mapping[str, str],
+    head: Columns,
+    columns: Mapping[str, np.ndarray],
+    *,
+    limit: int = MAX_DIRECTORY_NBYTES,
+) -> bool:
+    """Writes a file, and deletes the oldest ones beside it beyond a limit; returns whether it could be written.
+
+    Args:
+        limit: bytes of all files of the directory.
+    """
+    line = msgspec.json.encode(head)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
+            for name, kind in kinds.items():
+                file.write(columns[name].astype(kind).tobytes())
+        Path(file.name).replace(path)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # another program deletes there, too
+        files = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime_ns)
+        over = sum(one.stat().st_size for one in files) - limit
+        for one in files:
+            if over <= 0:
+                break
+            over -= one.stat().st_size
+            one.unlink()
+    return True
+
 
 MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
-COLUMNS = (
+STATISTICS_COLUMNS = (
     {"leaf": "<i8", "key": "<u8"}
     | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
     | {"low_rest": "<f8", "high_rest": "<f8"}
@@ -40,7 +129,7 @@ class StatisticsHead(Columns, frozen=True):
 
 
 class LeafStatistics:
-    """The statistics of the arrays of one save: a column for each of COLUMNS, a row for each array of numbers."""
+    """The statistics of the arrays of one save: one row for each array of numbers."""
 
     def __init__(self, head: StatisticsHead, columns: Mapping[str, np.ndarray]) -> None:
         self.head = head
@@ -89,7 +178,10 @@ class StatisticsStore:
 
     def find(self, url: str, save_id: str | None) -> LeafStatistics | None:
         """Returns the statistics of a save in the folder `url`, whether or not its files have changed since."""
-        if save_id is None or (found := read_columns(self._path(url, save_id), COLUMNS, StatisticsHead)) is None:
+        if (
+            save_id is None
+            or (found := read_columns(self._path(url, save_id), STATISTICS_COLUMNS, StatisticsHead)) is None
+        ):
             return None
         return LeafStatistics(*found) if found[0].save_id == save_id else None
 
@@ -98,8 +190,64 @@ class StatisticsStore:
         head = StatisticsHead(len(found), index.save_id, fingerprint, ended_ns)
         paths = [index.entries[number].path for number in found]
         columns = {"leaf": np.array(list(found), np.int64), "key": np.array([_key(path) for path in paths], np.uint64)}
-        columns |= {name: np.array([getattr(row, name) for row in found.values()], COLUMNS[name]) for name in MOMENTS}
+        columns |= {
+            name: np.array([getattr(row, name) for row in found.values()], STATISTICS_COLUMNS[name]) for name in MOMENTS
+        }
         for name in ("low", "high"):
             columns[f"{name}_rest"] = np.array([_rest(getattr(row, name)) for row in found.values()], np.float64)
         columns |= asdict(rank_unusual(paths, columns))
-        return write_columns(self._path(url, index.save_id), COLUMNS, head, columns, limit=self._limit)
+        return write_columns(self._path(url, index.save_id), STATISTICS_COLUMNS, head, columns, limit=self._limit)
+
+
+NUMBERS = ("elements", "changed", "not_finite", "max_abs", "before", "after", "change", "cosine")
+CHANGE_COLUMNS = {"leaf_a": "<i8", "leaf_b": "<i8"} | {
+    name: "<i8" if name in NUMBERS[:3] else "<f8" for name in NUMBERS
+}
+"""The numbers of the leaves, and fields of `Delta`; NaN stands for None."""
+
+
+class ComparedSave(msgspec.Struct, frozen=True):
+    """One of two saves: the URL of its folder, and what its files were when they were compared."""
+
+    url: str
+    save_id: str
+    fingerprint: str
+    """See `_runs.verification.fingerprint_of`."""
+
+
+class ChangesHead(Columns, frozen=True):
+    """What a file is about."""
+
+    a: ComparedSave
+    b: ComparedSave
+
+
+class ChangeStore:
+    """What comparisons have measured, below a cache directory."""
+
+    def __init__(self, cache: Path) -> None:
+        self.directory = cache / "changes-1"
+
+    def _path(self, a: ComparedSave, b: ComparedSave) -> Path:
+        key = key_of_parts(place_of(a.url), a.save_id, place_of(b.url), b.save_id)
+        return self.directory / f"{key}.columns"
+
+    def find(self, a: ComparedSave, b: ComparedSave) -> dict[str, np.ndarray] | None:
+        """Returns the columns of the comparison of two saves; None if there is none of their files as they are."""
+        found = read_columns(self._path(a, b), CHANGE_COLUMNS, ChangesHead)
+        if found is None:
+            return None
+        known = (found[0].a.save_id, found[0].a.fingerprint, found[0].b.save_id, found[0].b.fingerprint)
+        return found[1] if known == (a.save_id, a.fingerprint, b.save_id, b.fingerprint) else None
+
+    def record(self, a: ComparedSave, b: ComparedSave, measured: Iterable[tuple[Leaf, Leaf, Delta]]) -> bool:
+        """Keeps the differences of pairs of arrays; returns whether they could be written."""
+        rows = [
+            (x.number, y.number, *(math.nan if (n := getattr(delta, name)) is None else n for name in NUMBERS))
+            for x, y, delta in measured
+        ]
+        values = zip(*rows, strict=True) if rows else ((),) * len(CHANGE_COLUMNS)
+        columns = {
+            name: np.array(column, CHANGE_COLUMNS[name]) for name, column in zip(CHANGE_COLUMNS, values, strict=True)
+        }
+        return write_columns(self._path(a, b), CHANGE_COLUMNS, ChangesHead(len(rows), a, b), columns)

@@ -25,19 +25,15 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.file_names import parse_file_name, verdict_name
+from .._core.format.files import checksum, parse_file_name, verdict_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX
-from .._core.format.sidecars import checksum
-from .._core.text import visible
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.store import DirectoryEntry, Store
-from .._loading.consistent_reads import on_one_version
-from .._loading.leaf_moments import LeafMoments
-from .._loading.verify import verify_checkpoint
-from ..errors import TreeckptError
+from .._loading.run_load import on_one_version
+from .._loading.verify import LeafMoments, verify_checkpoint
+from ..errors import TreeckptError, visible
 from ..reports import Problem, VerifyReport
-from .column_files import key_of_parts, place_of
-from .statistics_store import StatisticsStore
+from .statistics_store import StatisticsStore, key_of_parts, place_of
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""

@@ -42,7 +42,7 @@ from .._arrays.digests import SMALL_LEAF_NBYTES
 from .._arrays.registry import in_parts_if_needed
 from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
-from .._core.format.sidecars import Sidecar
+from .._core.format.files import Sidecar
 from .._core.planning.rank_trees import (
     GlobalTree,
     Inventory,
@@ -56,12 +56,11 @@ from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region
 from .._core.tree.value_codec import Value, encode_value
-from .._io.comm.collective import Conclusion, Exchange, decode_each
+from .._io.comm.collective import NOT_COMMITTED, Conclusion, Exchange, decode_each
 from .._io.comm.comm import Comm, members_of
-from .._io.comm.failures import NOT_COMMITTED
 from .._io.comm.rounds import Round
 from .._io.os_errors import wrap_write_error, write_errors_wrapped
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from ..errors import CheckpointError, MismatchError

@@ -22,7 +22,7 @@ from .._core.planning.save_plan import GlobalPlan
 from .._io.comm.comm import Comm, base_of
 from .._io.comm.message_store import answer_limit, answers_within
 from .._io.os_errors import wrap_write_error
-from .._io.process_end import is_ending
+from .._io.process import is_ending
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.store import MemoryStore, Store
 from .._io.timing import Recorder

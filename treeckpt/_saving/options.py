@@ -13,8 +13,7 @@ from typing import Literal, Protocol, SupportsIndex, get_args
 import msgspec
 
 from .._arrays.digests import Comparison
-from .._core.format.lineage import Lineage
-from .._core.format.sidecars import (
+from .._core.format.files import (
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     MAX_SIDECARS_NBYTES,
@@ -23,9 +22,10 @@ from .._core.format.sidecars import (
     checksum,
     is_sidecar_name,
 )
+from .._core.format.lineage import Lineage
 from .._core.tree.structure import check_unicode
 from .._io.public_calls import check_group
-from .._io.storage.local_read import read_head
+from .._io.storage.local_files import read_head
 from ..errors import CorruptError, TreeckptError, TreeError
 
 BusyPolicy = Literal["wait", "skip", "error"]

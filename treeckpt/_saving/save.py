@@ -4,7 +4,7 @@
    creates a shard, and then looks at the path.
 2. Every rank writes its shards, durably, under names that hold the save id; then rank 0 writes the sidecar files so.
 3. Every rank reports. If all have written, the coordinator waits until nothing is about to take the index away or to
-   replace it (`_io.storage.index_lock`), and publishes the index, which is the commit, and the
+   replace it (`_io.storage.deletions`), and publishes the index, which is the commit, and the
    timings: before it on a file system, at the same time in an object store.
    A save of one rank to an object store looks at the path while its upload begins; no byte is sent before the answer.
 4. Every rank receives the result. Any failure makes every rank raise an error that names rank, path and cause; what the
@@ -26,9 +26,9 @@ import socket
 import msgspec
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.sidecars import stored_name
+from .._core.format.files import stored_name
+from .._io.comm.collective import raise_faults, silent_faults, to_fault
 from .._io.comm.comm import Comm
-from .._io.comm.failures import raise_faults, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.public_calls import gc_paused
 from .._io.storage.store import Store

@@ -22,7 +22,7 @@ import msgspec
 
 from .._io.background_call import BackgroundCall
 from .._io.comm.comm import Comm
-from .._io.process_end import call_at_end, call_in_forks, is_ending
+from .._io.process import call_at_end, call_in_forks, is_ending
 from ..errors import CheckpointError, TreeckptError, visible
 from ..reports import SaveReport
 from .options import BusyPolicy

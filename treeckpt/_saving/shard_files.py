@@ -37,8 +37,8 @@ from .._core.format.shard_header import (
 )
 from .._core.planning.save_plan import FilePlan, PlannedEntry
 from .._core.sharding.region import Region, tiles
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer
-from .._io.storage.progress_file import ProgressRecorder
 from .._io.storage.store import Store, Writer
 from .._io.timing import Recorder
 from .._threads import ThreadPool

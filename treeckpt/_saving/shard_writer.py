@@ -19,25 +19,21 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.build_index import build_index
-from .._core.format.file_names import parse_file_name
+from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
-from .._core.format.records import FileTable, Index, file_table
-from .._core.format.save_progress import Progress
+from .._core.format.records import FileTable, Index, build_index, file_table
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
-from .._core.format.sidecars import Sidecar, stored_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from .._core.planning.save_plan import FilePlan, GlobalPlan
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.value_codec import Value
-from .._io.comm.failures import Fault, to_fault
+from .._io.comm.collective import Fault, to_fault
 from .._io.os_errors import FULL, wrap_write_error
-from .._io.storage.index_lock import take_back_index, unlocked_sizes
-from .._io.storage.late_requests import send_late
-from .._io.storage.leftovers import clear_leftovers, delete_files, restore_index
-from .._io.storage.metadata_files import read_index
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.process import send_late
+from .._io.storage.checkpoint import read_index
+from .._io.storage.deletions import clear_leftovers, delete_files, restore_index, take_back_index, unlocked_sizes
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread

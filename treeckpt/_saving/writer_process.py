@@ -29,12 +29,12 @@ import msgspec
 import numpy as np
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.save_progress import progress_name
+from .._core.format.files import progress_name
 from .._core.format.timings import Span
 from .._core.planning.rank_trees import GlobalTree
 from .._core.planning.save_plan import GlobalPlan, compute_plan
-from .._io.comm.failures import Fault, to_fault
-from .._io.storage.progress_file import ProgressRecorder
+from .._io.comm.collective import Fault, to_fault
+from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder, RecorderSnapshot
 from ..errors import CheckpointError

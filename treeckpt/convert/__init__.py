@@ -7,17 +7,15 @@
 """
 
 from .._core.public_names import publish
-from ._contents import ConvertReport, Finding
+from ._contents import SOURCES, ConvertReport, Finding, detect
 from ._conversion import (
     FORMATS,
     convert,
-    detect,
     to_dcp,
     to_safetensors,
     to_torch_file,
     to_treeckpt,
 )
-from ._sources import SOURCES
 
 __all__ = [
     "FORMATS",

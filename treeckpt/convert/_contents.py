@@ -1,45 +1,59 @@
 """The tree of a conversion, as structure and leaves, with arrays that are still in their files.
 
-Pure operations on it: selection, and plain containers in the place of those that a format lacks. Each lists its
-changes (`Finding`), so that they can be reported before anything is written.
+`read_contents` has it from a checkpoint of any format. What is left out or changed then is listed (`Finding`), so
+that it can be reported before anything is written.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from .._arrays.registry import resolve
+from .._arrays.base import LazyArray, Storage
+from .._arrays.registry import blob_value, decode, resolve
+from .._core.format.index import INDEX_NAME
+from .._core.format.records import AliasRecord, Leaf, PerRankValues, ValueRecord
+from .._core.format.shard_header import BLOCK, parse_shard_name
+from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
+from .._core.sharding.region import Region
 from .._core.text import count_text
-from .._core.tree.dict_attributes import DictAttributes, encode_attributes
-from .._core.tree.flatten import flatten, unflatten
-from .._core.tree.globs import Globs
+from .._core.tree.flatten import unflatten
+from .._core.tree.paths import Globs
+from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
-    TABLE_KEYS,
-    CustomNode,
-    DataclassNode,
     DefaultDictNode,
-    DequeNode,
     DictNode,
-    ListNode,
-    NamedTupleNode,
-    Node,
     OrderedDictNode,
     PerRankNode,
-    StructSequenceNode,
     Structure,
-    TableNode,
-    TensorNode,
-    TupleNode,
     child_path,
     keys_of,
 )
-from .._foreign.pickle_reader import brief
-from ..errors import MismatchError, visible
+from .._foreign.checksums import ArchiveChecksums
+from .._foreign.files import FOREIGN, elements_of, foreign_at, new_address, strided_array
+from .._foreign.foreign_checkpoint import ForeignCheckpoint, most_nbytes
+from .._foreign.pickle_values import RefusedLeaf, refusal
+from .._io.storage.checkpoint import Checkpoint, read_sidecar
+from .._io.storage.foreign_formats import HEAD, format_of_head
+from .._io.storage.local_files import read_head
+from .._io.storage.open import local_directory, open_store
+from .._io.storage.store import Store
+from .._io.storage.wrapped_store import CountedStores
+from .._loading.match import Claims, LoadOptions
+from .._loading.read_batch import read_region
+from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
+
+Source = str | os.PathLike[str] | Store
+SOURCES = ("treeckpt", *FOREIGN)
+"""Formats that can be read."""
 
 ContentsLeaf = tuple[str, Any]
 
@@ -124,6 +138,10 @@ class Contents(msgspec.Struct, frozen=True):
     """In the structure's order, with their paths."""
     label: str
     """Of the source, for errors."""
+    sums: ArchiveChecksums
+    """The checksums of archives that arrays are in; a checkpoint of ours has none of these."""
+    format: str = "treeckpt"
+    """Of the source: one of `SOURCES`."""
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
@@ -135,10 +153,222 @@ class Contents(msgspec.Struct, frozen=True):
     """Bytes that its arrays can take together: those of the files, and as many as views may repeat."""
 
 
-def contents_of(tree: Any, label: str, metadata: dict[str, Any], unread: tuple[str, ...]) -> Contents:
-    """Returns the contents of a tree."""
-    structure, leaves = flatten(tree)
-    return Contents(structure, tuple(leaves), label, metadata=metadata, unread=unread)
+def detect(path: Source) -> str:
+    """Returns the format of the checkpoint at a path, by its files' names and first bytes: one of `SOURCES`.
+
+    >>> tc.convert.detect("run/step_00000100")
+    'treeckpt'
+
+    Raises:
+        CheckpointNotFound: there is nothing.
+        FormatError: nothing that is known.
+    """
+    if (found := foreign_at(path)) is not None:
+        return found.kind
+    _check_own(path)
+    return "treeckpt"
+
+
+def _check_own(path: Source) -> None:
+    """Refuses what is neither of another program nor a checkpoint of ours.
+
+    Raises:
+        CheckpointNotFound: there is nothing.
+        FormatError: nothing that is known.
+    """
+    hint = f"Known formats are {', '.join(SOURCES)}"
+    if (local := local_directory(path)) is not None:
+        if not local.exists():
+            raise CheckpointNotFound(str(local), expected="a checkpoint", found="nothing", hint="Check the path")
+        if local.is_file():
+            first = read_head(local, HEAD)
+            bare = format_of_head(local.name, first) == "pickle"
+            begins = f"the bytes {first.hex(' ')}" if first else "nothing, as it is empty"
+            raise FormatError(
+                str(local),
+                expected="a file of torch.save or safetensors",
+                found="a bare pickle, as torch before 1.6 wrote it" if bare else f"one that begins with {begins}",
+                hint="Load it with torch, in a place where its code may run, and save it anew" if bare else hint,
+            )
+    store = open_store(path)
+    entries = store.entries()
+    if INDEX_NAME not in entries and not any(map(parse_shard_name, entries)):
+        names = sorted(name for name, entry in entries.items() if entry.regular)
+        raise FormatError(store.url, expected="a checkpoint", found=f"{names[:5] or 'no files'}", hint=hint)
+
+
+def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpoint:
+    """Opens a checkpoint of any format.
+
+    Args:
+        counted: counts what is read.
+        alone: whether this process reads all of it.
+
+    Raises:
+        CheckpointNotFound, FormatError: as `detect`.
+    """
+    if (found := foreign_at(path)) is not None:
+        found.inner = counted(found.inner)
+        return ForeignCheckpoint(found, alone=alone)
+    _check_own(path)
+    return Checkpoint(counted(open_store(path)))
+
+
+class _NativeReader:
+    def __init__(self, checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> None:
+        self.checkpoint, self.refused = checkpoint, refused
+        self._claims = Claims(checkpoint, whole=True)
+        self._bases: dict[tuple[int, int | None], LazyArray] = {}
+
+    def leaf(self, number: int, rank: int | None) -> Any:
+        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
+        leaf = self.checkpoint.index.entries[number]
+        record = leaf.record
+        if isinstance(record, AliasRecord):
+            return self._alias(leaf, record, rank)
+        if leaf.spec is not None:
+            return self._whole(leaf, rank)
+        if leaf.stored is not None:
+            self._claims.take(leaf.path, leaf)
+            whole = Region.whole(leaf.stored.shape)
+            data = read_region(self.checkpoint, leaf.as_array, whole, rank=rank or 0)
+            return blob_value(data.data, leaf.stored.kind, leaf.path)
+        assert isinstance(record, (ValueRecord, PerRankValues)), "all other leaves have specs"
+        if isinstance(record, PerRankValues):
+            value = record.values[int(np.flatnonzero(decode_runs(leaf.ranks or ()) == rank)[0])]
+        else:
+            value = record.value
+        try:
+            return decode(value, leaf.path, allow_pickle=False)
+        except TreeckptError as error:
+            self.refused.append(RefusedLeaf(leaf.path, error.found))
+            return ...
+
+    def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
+        key = (leaf.number, rank if leaf.ranks is not None else None)
+        if key not in self._bases:
+            spec = _plain_spec(leaf)
+            nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
+            storage = Storage(new_address(nbytes), nbytes, None) if nbytes else None
+            read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
+            self._bases[key] = LazyArray(spec, read, storage)
+        return self._bases[key]
+
+    def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:
+        base, spec, view = self._whole(self.checkpoint.index.entries[record.of], rank), _plain_spec(leaf), record.view
+        if view is None:
+            return LazyArray(spec, base.read, base.storage)
+        address = base.storage.address if base.storage is not None else None
+        # a part of a block costs all of it, to compare its checksum
+        return strided_array(spec, elements_of(base), view.offset, view.strides, address, narrow=BLOCK)
+
+
+def _plain_spec(leaf: Leaf) -> ArraySpec:
+    """Returns the spec of an array without its regions and device."""
+    assert leaf.spec is not None, "an array has a spec"
+    return msgspec.structs.replace(leaf.spec, regions=None, device=None)
+
+
+def read_contents(checkpoint: Checkpoint, wanted: LoadOptions) -> Contents:
+    """Returns the contents of a checkpoint, with its arrays left in the files.
+
+    Of a checkpoint of ours, specs come from the index, and checksums are compared when arrays are read. State that each
+    rank has of its own becomes a dict by rank.
+
+    Args:
+        wanted: what will be kept: objects elsewhere that cannot be read are no error.
+
+    Raises:
+        CheckpointNotFound, CorruptError, FormatError: the state of the files.
+        TreeError: a leaf that only its own code could make.
+    """
+    refused: list[RefusedLeaf] = []
+    if isinstance(checkpoint, ForeignCheckpoint):
+        found = checkpoint.contents
+        refused += found.refused
+        contents = Contents(
+            found.structure,
+            found.leaves,
+            label=checkpoint.url,
+            sums=checkpoint.sums,
+            format=checkpoint.kind,
+            metadata=found.metadata,
+            unread=found.unread,
+            present=most_nbytes(sum(checkpoint.sizes.values())),
+        )
+    else:
+        contents = _read_native(checkpoint, refused)
+    for one in refused:
+        if wanted.selects(one.path):
+            raise refusal(one, contents.label)
+    return contents
+
+
+def _read_native(checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> Contents:
+    """Returns the contents of a checkpoint of ours.
+
+    Args:
+        refused: receives values that are pickled, or whose classes are not in this program.
+    """
+    checkpoint.check_against_files()
+    index = checkpoint.index
+    structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint, refused).leaf)
+    return Contents(
+        structure,
+        leaves,
+        label=checkpoint.url,
+        sums=ArchiveChecksums(alone=True),
+        step=index.step,
+        metadata={
+            key: decode(value, f"custom_metadata/{key}", allow_pickle=False) for key, value in index.metadata.items()
+        },
+        findings=findings,
+        sidecars=tuple((one.name, partial(read_sidecar, checkpoint.store, index, one.name)) for one in index.sidecars),
+        present=sum(checkpoint.sizes.get(file.name, 0) for file in index.file_list),
+    )
+
+
+def _spread_ranks(
+    structure: Structure, leaf: Callable[[int, int | None], Any]
+) -> tuple[Structure, tuple[ContentsLeaf, ...], tuple[Finding, ...]]:
+    """Replaces each `PerRank` by a dict by rank; returns the structure, its leaves, and the changes.
+
+    Args:
+        leaf: returns leaf number i, as of a rank where it is under a `PerRank`.
+    """
+    numbers = itertools.count()
+    rows: list[tuple[str, int, int | None]] = []
+    findings: list[Finding] = []
+
+    def walk(node: Structure, path: str) -> Structure:
+        if node is None:
+            rows.append((path, next(numbers), None))
+            return None
+        if not isinstance(node, PerRankNode):
+            children: list[Structure] = []
+            for key, child in zip(keys_of(node, path), node.children, strict=True):
+                children.append(walk(child, child_path(path, key)))
+            return msgspec.structs.replace(node, children=tuple(children))
+        by_rank: list[tuple[int, Structure]] = []
+        for group, child in zip(node.ranks, node.children, strict=True):
+            first = len(rows)
+            made = walk(child, path)
+            shared, rows[first:] = rows[first:], []
+            for rank in decode_runs(group).tolist():
+                by_rank.append((rank, made))
+                rows.extend((_with_rank(at, path, rank), number, rank) for at, number, _ in shared)
+        found = f"state of its own for each of {count_text(len(by_rank), 'rank')}"
+        findings.append(Finding(path, "one tree", found, "a dict by rank"))
+        return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
+
+    spread = walk(structure, "")
+    return spread, tuple((path, leaf(number, rank)) for path, number, rank in rows), tuple(findings)
+
+
+def _with_rank(path: str, above: str, rank: int) -> str:
+    """Inserts a rank into a path, below `above`."""
+    rest = path[len(above) :].removeprefix("/")
+    return "/".join(part for part in (above, str(rank), rest) if part)
 
 
 def tree_of(contents: Contents) -> Any:
@@ -244,134 +474,3 @@ def _pruned(node: Structure, marks: Iterator[bool]) -> tuple[Structure, list[boo
 def map_leaves(contents: Contents, change: Callable[[str, Any], Any]) -> Contents:
     """Replaces each leaf."""
     return msgspec.structs.replace(contents, leaves=tuple((path, change(path, leaf)) for path, leaf in contents.leaves))
-
-
-_PLAIN: dict[type, str] = {
-    DictNode: "dict",
-    OrderedDictNode: "OrderedDict",
-    DefaultDictNode: "defaultdict",
-    ListNode: "list",
-    TupleNode: "tuple",
-    DequeNode: "deque",
-    NamedTupleNode: "namedtuple",
-    StructSequenceNode: "struct sequence",
-    DataclassNode: "dataclass",
-    CustomNode: "registered class",
-    TensorNode: "tensor made of others",
-    PerRankNode: "state of each rank's own",
-    TableNode: "keyed table",
-}
-
-
-NODES = frozenset(_PLAIN) - {PerRankNode}
-"""The kinds of containers that hold lazy leaves."""
-_WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode)
-
-
-def _is_known(node: Node) -> bool:
-    """Returns whether the class that a node names is in this program, where it is needed to hold leaves."""
-    if isinstance(node, TensorNode):  # a part that each rank has of its own has become a dict
-        return not any(isinstance(child, DictNode) for child in node.children)
-    if not isinstance(node, _WITH_CLASSES):
-        return True
-    try:
-        resolve(node.cls)
-    except LookupError:
-        return False
-    return True
-
-
-def lower_containers(
-    contents: Contents, holds: frozenset[type], holds_attribute: Callable[[Any], bool] = lambda _: True
-) -> Contents:
-    """Replaces containers that a format does not hold by plain ones.
-
-    Args:
-        holds_attribute: whether it holds an attribute of an OrderedDict, where it holds these.
-    """
-    findings: list[Finding] = []
-    plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
-
-    def walk(node: Structure, path: str) -> Structure:
-        if node is None:
-            return None
-        found: list[Structure] = []
-        for key, child in zip(keys_of(node, path), node.children, strict=True):
-            found.append(None if child is None else walk(child, child_path(path, key)))
-        children = tuple(found)
-        if type(node) in holds and _is_known(node):
-            if isinstance(node, OrderedDictNode) and node.attributes is not None:
-                given = node.attributes.decoded(path)
-                kept = {name: value for name, value in given.items() if holds_attribute(value)}
-                gone = [(name, value) for name, value in given.items() if name not in kept]
-                findings.extend(Finding(f"{path}.{n}", "plain attributes", brief(v), "nothing", True) for n, v in gone)
-                return OrderedDictNode(encode_attributes(kept, path) if gone else node.attributes, node.keys, children)
-            return msgspec.structs.replace(node, children=children)
-        made = _lowered(node, children)
-        name = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if isinstance(node, _WITH_CLASSES) else "")
-        without = ""
-        if isinstance(node, OrderedDictNode) and node.attributes is not None:
-            name, without = f"{name} with {_attributes_text(node.attributes)}", " without"
-        findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}{without}"))
-        return made
-
-    structure = walk(contents.structure, "")
-    return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
-
-
-def _attributes_text(attributes: DictAttributes) -> str:
-    """Returns what an OrderedDict has beside its items."""
-    if attributes.metadata is None:
-        return "attributes"
-    return f"the versions of {count_text(len(attributes.metadata.names), 'module')}, its _metadata"
-
-
-def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
-    if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode, TensorNode)):
-        return DictNode(node.keys, children)
-    if isinstance(node, (DataclassNode, TableNode)):
-        return DictNode(node.fields if isinstance(node, DataclassNode) else TABLE_KEYS, children)
-    return TupleNode(children) if isinstance(node, (NamedTupleNode, StructSequenceNode)) else ListNode(children)
-
-
-def spread_ranks(
-    structure: Structure, leaf: Callable[[int, int | None], Any]
-) -> tuple[Structure, tuple[ContentsLeaf, ...], tuple[Finding, ...]]:
-    """Replaces each `PerRank` by a dict by rank; returns the structure, its leaves, and the changes.
-
-    Args:
-        leaf: returns leaf number i, as of a rank where it is under a `PerRank`.
-    """
-    numbers = itertools.count()
-    rows: list[tuple[str, int, int | None]] = []
-    findings: list[Finding] = []
-
-    def walk(node: Structure, path: str) -> Structure:
-        if node is None:
-            rows.append((path, next(numbers), None))
-            return None
-        if not isinstance(node, PerRankNode):
-            children: list[Structure] = []
-            for key, child in zip(keys_of(node, path), node.children, strict=True):
-                children.append(walk(child, child_path(path, key)))
-            return msgspec.structs.replace(node, children=tuple(children))
-        by_rank: list[tuple[int, Structure]] = []
-        for group, child in zip(node.ranks, node.children, strict=True):
-            first = len(rows)
-            made = walk(child, path)
-            shared, rows[first:] = rows[first:], []
-            for rank in decode_runs(group).tolist():
-                by_rank.append((rank, made))
-                rows.extend((_with_rank(at, path, rank), number, rank) for at, number, _ in shared)
-        found = f"state of its own for each of {count_text(len(by_rank), 'rank')}"
-        findings.append(Finding(path, "one tree", found, "a dict by rank"))
-        return DictNode(tuple(rank for rank, _ in by_rank), tuple(child for _, child in by_rank))
-
-    spread = walk(structure, "")
-    return spread, tuple((path, leaf(number, rank)) for path, number, rank in rows), tuple(findings)
-
-
-def _with_rank(path: str, above: str, rank: int) -> str:
-    """Inserts a rank into a path, below `above`."""
-    rest = path[len(above) :].removeprefix("/")
-    return "/".join(part for part in (above, str(rank), rest) if part)

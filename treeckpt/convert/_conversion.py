@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -12,18 +13,17 @@ import msgspec
 
 from .. import _api
 from .._arrays.base import LazyArray
-from .._core.format.file_names import step_of
-from .._foreign.checksums import ArchiveStorages
+from .._core.format.files import step_of
+from .._core.tree.paths import Selection, globs_of
 from .._io.comm.comm import Comm, as_comm
-from .._io.storage.bucket import check_path
-from .._io.storage.counting_store import CountedStores, OnBytesRead
+from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
+from .._io.storage.wrapped_store import CountedStores, OnBytesRead
 from .._loading.match import LoadOptions
-from .._loading.overlay import Selection, globs_of
 from ..errors import CheckpointError, MismatchError
 from ..rules import Renaming, Rule, Transforms, as_rules
 from . import _contents as choosing
-from ._contents import Contents, ConvertReport, Finding, tree_of
+from ._contents import Contents, ConvertReport, Finding, open_source, read_contents, tree_of
 from ._format_fit import (
     NOTHING,
     FittedContents,
@@ -38,9 +38,7 @@ from ._format_fit import (
 )
 from ._output import Output, check_free, run_output
 from ._safetensors_write import lay_out_safetensors
-from ._sources import detect, open_source
-from ._state_dicts import with_state_dicts
-from ._transform import cast_floats, transform
+from ._transform import cast_floats, transform, with_state_dicts
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
@@ -162,18 +160,19 @@ def convert(
 def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
-    kind, storages, dry_run = detect(source), ArchiveStorages(alone=comm.size == 1), options.dry_run
+    dry_run = options.dry_run
     wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
-    with open_source(source, kind, storages, wanted, counted) as found:
-        kept = choosing.exclude(found, options.exclude)
+    checkpoint = open_source(source, counted, alone=comm.size == 1)
+    with contextlib.closing(checkpoint.store):
+        kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         check_source(chosen)
-        chosen = _transformed(chosen, options, storages)
+        chosen = _transformed(chosen, options)
         if comm.size == 1 and not dry_run:
             counted.expect(lambda: own_nbytes(chosen))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
-        cast = cast_floats(chosen, options.dtype, storages) if options.dtype is not None else chosen
+        cast = cast_floats(chosen, options.dtype) if options.dtype is not None else chosen
         held = _FITS[options.to](cast)
         contents = held.contents
         if not (dry_run or options.lossy):
@@ -181,12 +180,12 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         output = _lay_out(held, options)
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
         if not dry_run:
-            storages.check(_read_of(chosen, contents, options), comm, options.destination)
+            chosen.sums.check(_read_of(chosen, contents, options), comm, options.destination)
         if output is not None:
             names, written = _write(output, options, comm)
         else:
             names, written = ((), 0) if dry_run else _save(contents, options, comm)
-        assert dry_run or storages.all_read(), "all bytes of a source are read"
+        assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
     notes = [finding for finding in contents.findings if not finding.lost]
@@ -199,7 +198,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,
-        source_format=kind,
+        source_format=chosen.format,
         format=options.to,
         leaves=len(contents.leaves) - sum(finding.becomes == NOTHING for finding in losses),
         arrays=len(arrays),
@@ -213,16 +212,16 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     )
 
 
-def _transformed(contents: Contents, options: _Options, storages: ArchiveStorages) -> Contents:
+def _transformed(contents: Contents, options: _Options) -> Contents:
     """Returns the contents after all rules, those to the names of the hub last."""
     if options.rules:
-        contents = transform(contents, options.rules, storages)
+        contents = transform(contents, options.rules)
     if options.hub_names is None:
         return contents
     from ..integrations.transformers import hub_rules
 
     specs = {path: leaf.spec if isinstance(leaf, LazyArray) else None for path, leaf in contents.leaves}
-    return transform(contents, hub_rules(options.hub_names, specs), storages)
+    return transform(contents, hub_rules(options.hub_names, specs))
 
 
 def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
@@ -321,7 +320,7 @@ def _lay_out(held: FittedContents, options: _Options) -> Output | None:
 
         return lay_out_torch(held)
     if options.to == "dcp":
-        from ._dcp_write import lay_out_dcp
+        from ._torch_write import lay_out_dcp
 
         return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD)
     if options.to == "safetensors":

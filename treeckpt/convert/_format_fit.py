@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,18 +15,39 @@ import numpy as np
 
 from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
-from .._arrays.registry import encodable
+from .._arrays.registry import encodable, resolve
 from .._core.format.check_index import check_claims
 from .._core.planning.rank_trees import LeafSpec
 from .._core.sharding.region import is_c_order
+from .._core.text import count_text
+from .._core.tree.dict_attributes import DictAttributes, encode_attributes
 from .._core.tree.spec import StridedView
-from .._core.tree.structure import DictNode, ListNode, OrderedDictNode, Structure, TupleNode, child_path, keys_of
-from .._foreign.foreign_records import FREE, TIMES
+from .._core.tree.structure import (
+    TABLE_KEYS,
+    CustomNode,
+    DataclassNode,
+    DefaultDictNode,
+    DequeNode,
+    DictNode,
+    ListNode,
+    NamedTupleNode,
+    Node,
+    OrderedDictNode,
+    PerRankNode,
+    StructSequenceNode,
+    Structure,
+    TableNode,
+    TensorNode,
+    TupleNode,
+    child_path,
+    keys_of,
+)
+from .._foreign.foreign_checkpoint import FREE, TIMES
 from .._foreign.pickle_reader import brief
 from .._foreign.safetensors_read import TAGS
 from ..errors import FormatError, TreeError
 from ..trees._names import flatten_names
-from ._contents import NODES, Contents, Finding, lower_containers, map_leaves, tree_of
+from ._contents import Contents, Finding, map_leaves, tree_of
 
 NOTHING = "nothing"
 """What a leaf becomes that is not written."""
@@ -34,6 +55,94 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _WRITTEN = "tensors of torch's dtypes"
 _CONTAINERS = frozenset((DictNode, ListNode, TupleNode))
 _TREE = "None, numbers, text, bytes, sets of these, and torch's dtypes, sizes and devices"
+
+
+_PLAIN: dict[type, str] = {
+    DictNode: "dict",
+    OrderedDictNode: "OrderedDict",
+    DefaultDictNode: "defaultdict",
+    ListNode: "list",
+    TupleNode: "tuple",
+    DequeNode: "deque",
+    NamedTupleNode: "namedtuple",
+    StructSequenceNode: "struct sequence",
+    DataclassNode: "dataclass",
+    CustomNode: "registered class",
+    TensorNode: "tensor made of others",
+    PerRankNode: "state of each rank's own",
+    TableNode: "keyed table",
+}
+
+
+NODES = frozenset(_PLAIN) - {PerRankNode}
+"""The kinds of containers that hold lazy leaves."""
+_WITH_CLASSES = (NamedTupleNode, StructSequenceNode, DataclassNode, CustomNode, TensorNode)
+
+
+def _is_known(node: Node) -> bool:
+    """Returns whether the class that a node names is in this program, where it is needed to hold leaves."""
+    if isinstance(node, TensorNode):  # a part that each rank has of its own has become a dict
+        return not any(isinstance(child, DictNode) for child in node.children)
+    if not isinstance(node, _WITH_CLASSES):
+        return True
+    try:
+        resolve(node.cls)
+    except LookupError:
+        return False
+    return True
+
+
+def lower_containers(
+    contents: Contents, holds: frozenset[type], holds_attribute: Callable[[Any], bool] = lambda _: True
+) -> Contents:
+    """Replaces containers that a format does not hold by plain ones.
+
+    Args:
+        holds_attribute: whether it holds an attribute of an OrderedDict, where it holds these.
+    """
+    findings: list[Finding] = []
+    plain = ", ".join(name for kind, name in _PLAIN.items() if kind in holds)
+
+    def walk(node: Structure, path: str) -> Structure:
+        if node is None:
+            return None
+        found: list[Structure] = []
+        for key, child in zip(keys_of(node, path), node.children, strict=True):
+            found.append(None if child is None else walk(child, child_path(path, key)))
+        children = tuple(found)
+        if type(node) in holds and _is_known(node):
+            if isinstance(node, OrderedDictNode) and node.attributes is not None:
+                given = node.attributes.decoded(path)
+                kept = {name: value for name, value in given.items() if holds_attribute(value)}
+                gone = [(name, value) for name, value in given.items() if name not in kept]
+                findings.extend(Finding(f"{path}.{n}", "plain attributes", brief(v), "nothing", True) for n, v in gone)
+                return OrderedDictNode(encode_attributes(kept, path) if gone else node.attributes, node.keys, children)
+            return msgspec.structs.replace(node, children=children)
+        made = _lowered(node, children)
+        name = f"a {_PLAIN[type(node)]}" + (f" {node.cls}" if isinstance(node, _WITH_CLASSES) else "")
+        without = ""
+        if isinstance(node, OrderedDictNode) and node.attributes is not None:
+            name, without = f"{name} with {_attributes_text(node.attributes)}", " without"
+        findings.append(Finding(path, plain, name, f"a {_PLAIN[type(made)]}{without}"))
+        return made
+
+    structure = walk(contents.structure, "")
+    return msgspec.structs.replace(contents, structure=structure, findings=(*contents.findings, *findings))
+
+
+def _attributes_text(attributes: DictAttributes) -> str:
+    """Returns what an OrderedDict has beside its items."""
+    if attributes.metadata is None:
+        return "attributes"
+    return f"the versions of {count_text(len(attributes.metadata.names), 'module')}, its _metadata"
+
+
+def _lowered(node: Node, children: tuple[Structure, ...]) -> Node:
+    if isinstance(node, (OrderedDictNode, DefaultDictNode, CustomNode, TensorNode)):
+        return DictNode(node.keys, children)
+    if isinstance(node, (DataclassNode, TableNode)):
+        return DictNode(node.fields if isinstance(node, DataclassNode) else TABLE_KEYS, children)
+    return TupleNode(children) if isinstance(node, (NamedTupleNode, StructSequenceNode)) else ListNode(children)
 
 
 class FittedContents(msgspec.Struct, frozen=True):

@@ -27,8 +27,7 @@ from .._core.sharding.region import Region, tiles
 from .._io.comm.collective import Conclusion, Exchange
 from .._io.comm.comm import Comm
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.local_write import sync_directory
-from .._io.storage.os_files import BINARY, fcntl, sync_file, write_at
+from .._io.storage.local_files import BINARY, fcntl, sync_directory, sync_file, write_at
 from .._threads import ThreadPool
 from ..errors import CheckpointExists, MismatchError
 

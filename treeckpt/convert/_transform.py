@@ -1,9 +1,13 @@
-"""Load rules and casts applied to the contents of a conversion: new arrays are made while they are read, box by box."""
+"""Changes of the contents of a conversion: load rules, casts, and the state dicts that torch's optimizers load.
+
+New arrays are made while they are read, box by box. Training states of ours have their parameters by number in a file
+of torch.save, and by name for DCP.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,23 +17,22 @@ from .._arrays.base import HostArray, LazyArray, Storage, TargetPiece, raw_dtype
 from .._arrays.registry import library_of
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
-from .._core.tree.structure import paths_of
-from .._foreign.checksums import ArchiveStorages
+from .._core.tree.flatten import flatten
+from .._core.tree.structure import DictNode, key_text, parse_path, paths_of
+from .._foreign.files import new_address
 from ..errors import MismatchError
-from ..rules._apply_rule import LeafState
-from ..rules._apply_rules import TransformedLeaves, apply_rules
+from ..rules._apply_rules import LeafState, TransformedLeaves, apply_rules
 from ..rules._assemble import PermutedWriter, constant_write, scales_of
 from ..rules._composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
-from ..rules._reshape_rules import check_scaled
-from ..rules._restructure import empty_containers, rebuild_structure
-from ..rules._rules import Rule
-from ._contents import Contents, map_leaves
+from ..rules._rules import Rule, check_scaled
+from ..rules._view import empty_containers, rebuild_structure
+from ._contents import Contents, Finding, map_leaves, subtree, tree_of
 
 WASTE = 2
 """Elements that are read for one that is needed, at most, where parts of one array are read together."""
 
 
-def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorages) -> Contents:
+def transform(contents: Contents, rules: Sequence[Rule]) -> Contents:
     """Returns the contents after rules.
 
     Raises:
@@ -58,7 +61,7 @@ def transform(contents: Contents, rules: Sequence[Rule], storages: ArchiveStorag
             found.append((path, leaves[item.of]))
             continue
         if item.array not in made:
-            made[item.array] = _composed(item.array, leaves, storages)
+            made[item.array] = _composed(item.array, leaves)
         found.append((path, made[item.array]))
     return msgspec.structs.replace(contents, structure=structure, leaves=tuple(found))
 
@@ -73,7 +76,7 @@ def _check_no_target(transformed: TransformedLeaves) -> None:
         )
 
 
-def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveStorages) -> LazyArray:
+def _composed(array: ComposedArray, leaves: dict[str, Any]) -> LazyArray:
     def read(region: Region) -> np.ndarray:
         memory = np.empty(region.shape, raw_dtype(dtype_of(array.spec.dtype).itemsize))
         piece = TargetPiece(region, HostArray(memory))
@@ -93,7 +96,7 @@ def _composed(array: ComposedArray, leaves: dict[str, Any], storages: ArchiveSto
         return memory
 
     nbytes = math.prod(array.shape) * dtype_of(array.spec.dtype).itemsize
-    return LazyArray(array.spec, read, Storage(storages.take(nbytes), nbytes, None) if nbytes else None)
+    return LazyArray(array.spec, read, Storage(new_address(nbytes), nbytes, None) if nbytes else None)
 
 
 def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
@@ -114,7 +117,7 @@ _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 """Of dtypes that hold fewer magnitudes than float32."""
 
 
-def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Contents:
+def cast_floats(contents: Contents, dtype: Any) -> Contents:
     """Casts all arrays of floating point to one dtype. Ties stay, views become arrays of their own.
 
     Raises:
@@ -135,7 +138,7 @@ def cast_floats(contents: Contents, dtype: Any, storages: ArchiveStorages) -> Co
             key = (storage.address, storage.strides, leaf.spec.shape, leaf.spec.dtype)
             if key not in moved:
                 nbytes = math.prod(leaf.spec.shape) * dtype_of(name).itemsize
-                moved[key] = Storage(storages.take(nbytes), nbytes, None)
+                moved[key] = Storage(new_address(nbytes), nbytes, None)
             storage = moved[key]
         return _cast(leaf, name, path, storage)
 
@@ -166,3 +169,95 @@ def _check_range(raw: np.ndarray, dtype: str, path: str) -> None:
             found=f"{values[beyond].max():g}",
             hint="Cast to bfloat16, or leave the leaf out",
         )
+
+
+_OWN_FORM = "state_dict"
+"""The key of param groups that have the state of an optimizer with a `state_dict` of its own."""
+
+
+def with_state_dicts(contents: Contents, *, numbered: bool) -> Contents:
+    """Returns a training state with the state dict of each optimizer at `optimizer`; any other tree as it is.
+
+    Numbers count parameters in the order of the groups, and in a group in that of the model's state dict.
+
+    Args:
+        numbered: parameters have numbers, as `Optimizer.state_dict` has it; else names, as `get_state_dict`.
+    """
+    root = contents.structure
+    if not isinstance(root, DictNode) or not {"model", "optimizer", "param_groups"} <= set(root.keys):
+        return contents
+    groups, state = (tree_of(subtree(contents, name)) for name in ("param_groups", "optimizer"))
+    if not isinstance(groups, dict) or not isinstance(state, dict):
+        return contents
+    made = _state_dicts(groups, state, _positions(contents), numbered=numbered)
+    if made is None:
+        found = Finding("param_groups", "groups as torch's optimizers have them", "others", "what they are")
+        return msgspec.structs.replace(contents, findings=(*contents.findings, found))
+    structure, leaves = flatten(made)
+    keys = tuple(key for key in root.keys if key != "param_groups")
+    children = dict(zip(root.keys, root.children, strict=True)) | {"optimizer": structure}
+    by_key: dict[str, list[tuple[str, Any]]] = {key_text(key): [] for key in keys}
+    for path, leaf in contents.leaves:
+        by_key.get(path.partition("/")[0], []).append((path, leaf))
+    by_key["optimizer"] = [(f"optimizer/{path}", leaf) for path, leaf in leaves]
+    style = "by number" if numbered else "by name"
+    note = Finding("optimizer", "state dicts", "state by parameter", f"the optimizer's state dict, parameters {style}")
+    return msgspec.structs.replace(
+        contents,
+        structure=DictNode(keys, tuple(children[key] for key in keys)),
+        leaves=tuple(pair for key in keys for pair in by_key[key_text(key)]),
+        findings=(*contents.findings, note),
+    )
+
+
+def _positions(contents: Contents) -> dict[str, int]:
+    """Returns the place of each parameter in the model's state dict, that of the first one that it is tied to."""
+    found: dict[str, int] = {}
+    firsts: dict[Any, int] = {}
+    for position, (path, leaf) in enumerate(contents.leaves):
+        if path.startswith("model/"):
+            storage = leaf.storage if isinstance(leaf, LazyArray) else None
+            key = path if storage is None else (storage.address, leaf.spec.shape)
+            found[path.removeprefix("model/")] = firsts.setdefault(key, position)
+    return found
+
+
+def _state_dicts(
+    groups: Mapping[str, Any], state: Mapping[str, Any], positions: Mapping[str, int], *, numbered: bool
+) -> dict[Any, Any] | None:
+    """Returns the state dict of an optimizer, or of several by name; None for groups of another form."""
+    if {"members", "values"} <= groups.keys():
+        return None if _OWN_FORM in groups else _state_dict(groups, state, positions, numbered=numbered)
+    found: dict[Any, Any] = {}
+    for name, inner in groups.items():
+        made = None
+        if isinstance(inner, dict):
+            made = _state_dicts(inner, state.get(name, {}), positions, numbered=numbered)
+        if made is None:
+            return None
+        found[name] = made
+    return found
+
+
+def _state_dict(
+    groups: Mapping[str, Any], state: Mapping[str, Any], positions: Mapping[str, int], *, numbered: bool
+) -> dict[str, Any]:
+    """Returns the state dict of one optimizer."""
+    order: Sequence[str] = groups.get("order", ())
+    places = {name: number for number, name in enumerate(order)} or positions
+    own: dict[Any, Any] = {}
+    made: list[dict[str, Any]] = []
+    count = 0
+    for label, values in groups["values"].items():
+        names = sorted(groups["members"][label], key=lambda name: places.get(name, len(places)))
+        steps = [tuple(step.removeprefix("~s") for step in parse_path(name)) for name in names]
+        ids = list(range(count, count + len(names))) if numbered else [".".join(one) for one in steps]
+        count += len(names)
+        for key, one in zip(ids, steps, strict=True):
+            node: Any = state
+            for step in one:
+                node = node.get(step, {})
+            if node:
+                own[key] = node
+        made.append({**values, "params": ids})
+    return {"state": own | groups.get("shared", {}), "param_groups": made}

@@ -17,11 +17,10 @@ from .._core.public_names import publish
 with needs_torch(__name__):
     import torch.distributed.checkpoint as _torch_dcp
 
-    from ._install import install, uninstall
-    from ._load import load
-    from ._reader import DcpReader as Reader
-    from ._save import async_save, save
-    from ._writer import DcpWriter as Writer
+    from ._calls import async_save, load, save
+    from ._storage import DcpReader as Reader
+    from ._storage import DcpWriter as Writer
+    from ._storage import install, uninstall
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
 publish(__name__, __all__, globals())

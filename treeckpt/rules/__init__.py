@@ -26,8 +26,24 @@ from .._core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ._apply_rules import inverse as _inverse
 from ._parse import parse
-from ._reshape_rules import Cast, Concat, Dequantize, Permute, Slice, Split, Stack, Unstack
-from ._rules import Carried, Copy, Drop, Fill, Keep, Rename, Renames, Rule
+from ._rules import (
+    Carried,
+    Cast,
+    Concat,
+    Copy,
+    Dequantize,
+    Drop,
+    Fill,
+    Keep,
+    Permute,
+    Rename,
+    Renames,
+    Rule,
+    Slice,
+    Split,
+    Stack,
+    Unstack,
+)
 
 __all__ = [
     "Carried",

@@ -24,8 +24,7 @@ from collections.abc import Sequence
 
 from ..errors import FormatError
 from ._patterns import numbers_in
-from ._reshape_rules import Cast, Concat, Dequantize, Permute, Split
-from ._rules import Carried, Drop, Keep, Rename, Rule
+from ._rules import Carried, Cast, Concat, Dequantize, Drop, Keep, Permute, Rename, Rule, Split
 
 _FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "dequantize", "optional")
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups", "shards")

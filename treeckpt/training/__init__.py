@@ -42,9 +42,9 @@ with needs_torch(__name__):
     from ._capture import state
     from ._guard import Guard, guard
     from ._hfai import load, save
+    from ._rank_state import rng_state, set_rng_state
     from ._report import RestoreReport
     from ._restore import restore
-    from ._rng import rng_state, set_rng_state
 
 __all__ = [
     "Guard",

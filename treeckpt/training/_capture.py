@@ -12,19 +12,16 @@ from typing import Any, Literal, TypedDict, get_args
 
 from .._arrays.registry import abstract_of, encode
 from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
-from .._core.tree.containers import FromRank
-from .._core.tree.flatten import PerRank, flatten
-from .._core.tree.globs import compile_globs
+from .._core.tree.containers import FromRank, PerRank
+from .._core.tree.flatten import flatten
+from .._core.tree.paths import Selection, compile_globs, globs_of
 from .._core.tree.structure import key_text
 from .._io.public_calls import checks_options
-from .._loading.overlay import Selection, globs_of
 from ..errors import TreeError
-from ._groups import labels_of
-from ._modules import Modules, StateDictEntry, collect_entries
-from ._names import key_path, nested, with_metadata
+from ._groups import labels_of, to_groups
+from ._modules import Modules, StateDictEntry, collect_entries, nested, with_metadata
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers, optimizer_chain, trees_of
-from ._rng import rng_state
-from ._schedules import to_groups
+from ._rank_state import rng_state
 from ._user_state import check_loader, loader_state
 
 Buffers = Literal["replicated", "first", "same", "per_rank"]
@@ -88,7 +85,7 @@ def state(
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
     left_out = _left_out(found.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
     every = buffers in ("per_rank", "same")
-    kept = [one for one in found.entries if (one.owned is not False or every) and key_path(one.key) not in left_out]
+    kept = [one for one in found.entries if (one.owned is not False or every) and one.full_name not in left_out]
     pairs = ((one.key, _marked(one, buffers)) for one in kept)
     tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
     if optimizers:
@@ -163,7 +160,7 @@ def _left_out(
         raise TreeError(
             "frozen", expected="True or False", found=f"{frozen!r:.60}", hint="False leaves frozen ones out"
         )
-    names = {key_path(entry.key): entry for entry in entries}
+    names = {entry.full_name: entry for entry in entries}
     paths = [f"model/{name}" for name in names]
     for what, globs in (("select", select), ("exclude", exclude)):
         for glob in compile_globs(globs).unused(paths) if globs else ():
@@ -188,7 +185,7 @@ def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
     """Returns the value of an entry, with the mark that says whose counts."""
     value = entry.value
     if entry.kind in ("extra", "value"):
-        value = object_states(value, f"model/{key_path(entry.key)}", (entry.module,))
+        value = object_states(value, entry.path, (entry.module,))
     if not entry.may_differ:
         return value
     if buffers == "per_rank":

@@ -19,8 +19,7 @@ from ..errors import FormatError, MismatchError
 from ..rules._rules import Carried, Rule
 from ..rules._view import ComposedLeaf, view_of
 from ._groups import ParamGroup, labels_of
-from ._modules import Modules, collect_entries
-from ._names import Key, key_path, parse_key
+from ._modules import Key, Modules, collect_entries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -305,8 +304,8 @@ def _with_tree(index: Index, tree: IndexPart) -> Index:
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
 
 
-def as_training_state(given: Any, model: Modules, optimizer: Optimizers | None, rules: Sequence[Rule]) -> Any:
-    """Returns a checkpoint with state dicts of optimizers as a training state of ours; any other source as it is.
+def as_training_state(given: Checkpoint, model: Modules, optimizer: Optimizers, rules: Sequence[Rule]) -> Checkpoint:
+    """Returns a checkpoint with state dicts of optimizers as a training state of ours; as it is if they are none.
 
     Args:
         model, optimizer: the live objects that it is for.
@@ -315,18 +314,7 @@ def as_training_state(given: Any, model: Modules, optimizer: Optimizers | None, 
     Raises:
         MismatchError: parameters have numbers that do not tell which they are.
     """
-    if not isinstance(given, Checkpoint) or optimizer is None or not _has_state_dicts(given.index):
-        return given
     entries = collect_entries(model)
     job = _Rearranged(given.index, name_optimizers(optimizer, entries), entries.ties, rules)
     found = job.state_dicts()
     return given if found is None else given.with_index(job.rearranged(found))
-
-
-def _has_state_dicts(index: Index) -> bool:
-    """Whether an index has the state of optimizers, and not that of a training state of ours."""
-    node = index.structure
-    if node is None or isinstance(node, PerRankNode):
-        return False
-    keys = {str(key) for key in keys_of(node, "")}
-    return {"model", "optimizer"} <= keys and _GROUPS not in keys

@@ -20,19 +20,17 @@ from typing import Any, Unpack
 import torch
 
 from .. import _api
+from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import copy_attributes
-from .._core.tree.flatten import PerRank
 from .._io.comm.comm import Comm, as_comm
 from .._loading.options import Fallback
 from ..errors import MismatchError, TreeError
 from ..reports import SaveReport
 from ._capture import Buffers, PartKeywords, state
 from ._groups import labels_by_member
-from ._modules import collect_entries
-from ._names import get_in, key_path, parse_key
-from ._optimizers import name_optimizers
+from ._modules import collect_entries, get_in, key_path, parse_key
+from ._optimizers import STATE_DICT_KEY, ParameterNumbering, join, name_optimizers, standard_form
 from ._restore import restore
-from ._state_dicts import STATE_DICT_KEY, ParameterNumbering, join, standard_form
 
 _RESERVED = ("model", "optimizer")
 

@@ -3,6 +3,10 @@
 The entries are those of `state_dict`: with hooks and `get_extra_state`, without non-persistent buffers, under names
 without the steps of wrappers. A buffer that is no DTensor has a copy on every rank, and these may differ (batch
 statistics do): the first rank of the wrapper or mesh around the module saves it, or as `training.state` is told.
+
+A wrapper (data parallelism, compilation, activation checkpointing) adds a step to the names of the parameters inside
+it, `module.layers.0._orig_mod.weight`. The step is removed at the wrapper and nowhere else, so a child named `module`
+keeps its name. A key of several steps, `("generator", "0.weight")`, is one parameter among several models.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,8 +29,8 @@ from .._arrays.registry import take_apart
 from .._arrays.stateful import is_optimizer
 from .._core.tree.dict_attributes import METADATA, copy_attributes
 from .._core.tree.flatten import flatten
+from .._core.tree.structure import key_text, parse_path
 from ..errors import TreeError
-from ._names import Key, key_path, nested, strip_wrappers, tie_names
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -41,7 +45,7 @@ _WRAPPERS = {
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
-class StateDictEntry(msgspec.Struct):
+class StateDictEntry(msgspec.Struct, dict=True):
     """One entry of a model's state dict."""
 
     key: Key
@@ -59,6 +63,16 @@ class StateDictEntry(msgspec.Struct):
     """Whether filling it fills the model. A hook of `state_dict` may create tensors of its own, which only code of the
     module takes back."""
     root: Any = None
+
+    @cached_property
+    def full_name(self) -> str:
+        """Its name among all models, as the trees of the optimizers have it."""
+        return key_path(self.key)
+
+    @cached_property
+    def path(self) -> str:
+        """Its path in a training state."""
+        return f"model/{self.full_name}"
 
     @property
     def may_differ(self) -> bool:
@@ -157,7 +171,7 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
     twice = [entry for entry in entries if counts[entry.key] > 1]
     if twice and all(entry.kind == "buffer" for entry in twice):
         raise TreeError(
-            key_path(twice[0].key),
+            twice[0].full_name,
             expected="one value for each name",
             found="a buffer of two parts on this rank",
             hint="If the modules compute it, register it with persistent=False in all but one. Else give the parts as "
@@ -411,7 +425,7 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
         if entry.kind == "buffer" and entry.name in entry.module._buffers:
             entry.module._buffers[entry.name] = new_tensors[id(old)]
         entry.value = new_tensors[id(old)]
-        paths.append(f"model/{key_path(entry.key)}")
+        paths.append(entry.path)
     return paths
 
 
@@ -432,3 +446,101 @@ def reset_fsdp_shards(model: Modules) -> None:
             for group in state()._fsdp_param_groups if state is not None else ():
                 for shard in group.fsdp_params:
                     shard.reset_sharded_param()
+
+
+# names ----------------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, ...]
+"""Steps from the root of the models, or of the optimizers, to an object; the last is the dotted name."""
+
+
+def strip_wrappers(name: str, wrapper_steps: Mapping[str, Sequence[str]]) -> str:
+    """Returns the dotted name without the steps that wrappers added.
+
+    Args:
+        wrapper_steps: by the clean name of the wrapped module, the steps that its wrappers add, from the outside in.
+    """
+    clean: list[str] = []
+    pending = list(wrapper_steps.get("", ()))
+    for step in name.split("."):
+        if step in pending:  # some wrappers remove their own step already: those before it are skipped
+            del pending[: pending.index(step) + 1]
+        else:
+            clean.append(step)
+            pending = list(wrapper_steps.get(".".join(clean), ()))
+    return ".".join(clean)
+
+
+def key_path(key: Key) -> str:
+    """Returns a key as the text of a path: `generator/0.weight`."""
+    return "/".join(key_text(step) for step in key)
+
+
+def parse_key(text: str) -> Key:
+    """Returns the key of a path; the inverse of `key_path`."""
+    return tuple(step.removeprefix("~s") if step.startswith("~s") else step for step in parse_path(text))
+
+
+def nested(pairs: Iterable[tuple[Key, Any]]) -> dict[str, Any]:
+    """Returns nested dicts of (key, value) pairs."""
+    root: dict[str, Any] = {}
+    for key, value in pairs:
+        put_in(root, key, value)
+    return root
+
+
+def with_metadata(tree: dict[str, Any], metadata: Mapping[Key, OrderedDict[str, Any]]) -> dict[str, Any]:
+    """Returns the nested dicts of several models, that of each an OrderedDict with its metadata, as torch gives one.
+
+    Args:
+        metadata: by the key of each model; empty where a model has none.
+    """
+    for key, own in metadata.items():
+        found = get_in(tree, key)
+        if found is None:
+            continue  # all of this model was left out
+        made: Any = OrderedDict(found)
+        if own:
+            setattr(made, METADATA, own)
+        if key:
+            get_in(tree, key[:-1])[key[-1]] = made
+        else:
+            tree = made
+    return tree
+
+
+def put_in(root: dict[str, Any], key: Key, value: Any) -> None:
+    """Sets the value of a key in nested dicts.
+
+    Raises:
+        TreeError: the key, or a prefix of it, has a value.
+    """
+    node = root
+    for step in key[:-1]:
+        node = node.setdefault(step, {})
+    if key[-1] in node:
+        raise TreeError(
+            key_path(key),
+            expected="one value for each name",
+            found="two",
+            hint="Give several models or optimizers as a dict of names, {'generator': ..., 'discriminator': ...}; "
+            "a list is for the parts of one, whose names differ",
+        )
+    node[key[-1]] = value
+
+
+def get_in(root: Any, key: Sequence[Any], default: Any = None) -> Any:
+    """Returns the value of a key in nested dicts, or `default`."""
+    for step in key:
+        if not isinstance(root, Mapping) or step not in root:
+            return default
+        root = root[step]
+    return root
+
+
+def tie_names(names: Iterable[tuple[Key, int]]) -> dict[int, tuple[Key, ...]]:
+    """Returns the sorted names of each object by identity; the first is its name, independent of the model's order."""
+    found: dict[int, list[Key]] = {}
+    for key, identity in names:
+        found.setdefault(identity, []).append(key)
+    return {identity: tuple(sorted(keys)) for identity, keys in found.items()}

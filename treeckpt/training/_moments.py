@@ -31,13 +31,15 @@ from .._arrays.sharded import Sharded
 from .._arrays.tensor_parts import empty_plain, is_in_parts
 from .._arrays.torch import in_order, is_plain, order_of, torch_dtype
 from .._core.sharding.int_runs import encode_runs
-from .._core.tree.flatten import PerRank, flatten, replace_leaves, unflatten
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten, replace_leaves, unflatten
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, TensorNode, key_text
 from .._core.tree.tensor_parts import TensorParts, check_own_layout, tensors_as_leaves
 from ..errors import MismatchError
-from ._names import Key, get_in, parse_key
-from ._sources import OWN, RestoreSource, children_of, leaves_below
+from ..rules._view import OWN
+from ._modules import Key, get_in, parse_key
+from ._sources import RestoreSource, children_of, leaves_below
 
 # fmt: off
 _LBFGS_MOMENTS = frozenset({
@@ -384,8 +386,13 @@ class ParameterPart(msgspec.Struct, frozen=True):
         return like_it or spread or self.of_torch or name.partition("/")[0] in map(key_text, self.state)
 
 
-def check_own(source: RestoreSource, paths: tuple[str, str], structure: Structure, part: ParameterPart) -> None:
+def check_own(
+    source: RestoreSource, paths: tuple[str, str], structure: Structure, part: ParameterPart
+) -> frozenset[str]:
     """Compares the saved state of a parameter with the part of it that this rank holds.
+
+    Returns:
+        The names of the moments that each rank had of its own.
 
     Args:
         paths: of the saved state, and of the saved parameter.
@@ -395,7 +402,8 @@ def check_own(source: RestoreSource, paths: tuple[str, str], structure: Structur
     """
     path, weight = paths
     spread = is_spread(part.parameter, part.shard)
-    if own := saved_own(structure):
+    own = saved_own(structure)
+    if own:
         wanted = part.parameter if part.shard is None else Sharded(part.parameter, *part.shard)
         if not (spread and source.is_same_part(weight, wanted)):
             raise _of_other_parts(f"{path}/{min(own)}", "each rank's own, of the part that it held when it was saved")
@@ -405,6 +413,7 @@ def check_own(source: RestoreSource, paths: tuple[str, str], structure: Structur
             continue
         if not part.takes(name, spec, spread=source.is_spread(at)):
             raise _of_other_parts(at, f"one for all ranks, of shape {spec.shape}")
+    return own
 
 
 def _of_other_parts(path: str, found: str) -> MismatchError:

@@ -21,70 +21,69 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
-from .._core.tree.flatten import PerRank
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.structure import PerRankNode, TensorNode, key_text
-from .._io.comm.comm import Comm, as_comm
+from .._core.tree.paths import Selection, globs_of
+from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
+from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.consistent_reads import on_versions
 from .._loading.execute_shared import open_relay, together
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
-from .._loading.overlay import Bank, CheckpointOverlay, Selection, globs_of
+from .._loading.overlay import Bank, CheckpointOverlay
+from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
-from ._check_model import (
-    Sides,
-    check_entry,
-    check_extra_state,
-    check_keys,
-    check_scales,
-    check_tensor_in_parts,
-    resolve_ties,
-    tied_when_saved,
-    without_ties,
-)
 from ._foreign_states import as_training_state
-from ._groups import held_values, put_back
+from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
     Before,
     ExtraState,
     ModuleLoad,
     Tie,
+    check_entry,
+    check_extra_state,
+    check_tensor_in_parts,
     find_loads,
     load_values,
     plan_load,
+    resolve_ties,
     run_load,
     run_post_hooks,
     say_what_changed,
     set_extra_state,
     with_load_code,
+    without_ties,
 )
 from ._modules import (
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
     collect_entries,
+    get_in,
+    key_path,
+    nested,
     on_meta,
+    put_in,
     reset_fsdp_shards,
 )
-from ._names import get_in, key_path, nested, put_in
-from ._optimizer_plan import OptimizerPlan, apply_optimizers, plan_optimizers
+from ._optimizer_plan import OptimizerPlan, Schedule, apply_optimizers, plan_optimizers, taken_options
 from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
-from ._rank_state import RankState
-from ._report import RestoreReport
-from ._rng import is_rng, set_rng
-from ._schedules import from_groups, match_schedulers, unused_entries
+from ._rank_state import RankState, is_rng, set_rng
+from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
+    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
     children_of,
     descend,
+    holds_state_dicts,
     is_stored,
     leaves_below,
     missing_part,
@@ -93,8 +92,14 @@ from ._sources import (
     place_under,
     rules_of,
 )
-from ._taken_options import Schedule, taken_options
-from ._user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
+from ._user_state import (
+    TreeToFill,
+    check_generators,
+    check_loader,
+    compare_extra,
+    loader_actions,
+    objects_of_extra,
+)
 
 
 class RestoreTargets(msgspec.Struct, frozen=True):
@@ -128,6 +133,14 @@ class RestoreTargets(msgspec.Struct, frozen=True):
         if part in ("scheduler", "loader"):
             return getattr(self, part) is not None
         return part in ("model", "rng", "extra", LEFT_OUT)
+
+
+class WithObjects(msgspec.Struct, frozen=True):
+    """A checkpoint as the source of a restore that fills the objects of a manager in the same load."""
+
+    checkpoint: Checkpoint
+    objects: Mapping[str, Mapping[str, Any]]
+    """Trees by the key at the root of the checkpoint and the name under which they were saved."""
 
 
 _log = logging.getLogger("treeckpt")
@@ -224,20 +237,24 @@ def _restore(
     given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
+    given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
-        arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
+        arranged = placed
+        if targets.optimizer is not None and holds_state_dicts(placed):
+            arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
         source = open_source(arranged, comm, options, from_root=from_root)
         job = _Restore(source, comm, targets, options)
-        paths = [f"model/{key_path(entry.key)}" for entry in job.entries]
+        paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
-        check_scales(job.wanted, source.leaves)
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
+        for part, trees in objects.items():
+            job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
         job.note_rest(is_ours=arranged is placed)
@@ -278,6 +295,8 @@ class _Restore:
         self.own = RankState(source, comm, options.fallback.per_rank)
         self.loader: Any = None
         self.extra: Any = None
+        self.trees: dict[tuple[Any, ...], TreeToFill] = {}
+        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
@@ -297,14 +316,13 @@ class _Restore:
     def plan_model(self) -> None:
         """Compares the model with the source, and chooses the entries to fill."""
         leaves, asked, extra = self.source.leaves, set[str](), list[StateDictEntry]()
-        names = {key_path(entry.key) for entry in self.entries}
+        names = {entry.full_name for entry in self.entries}
         saved = nodes_by_name(descend(self.source.structure, ("model",)), names)
         self.loads = find_loads(self.targets.model, self.model, self.source)
         with_code = with_load_code(self.entries, self.loads)
         alone, paths = {id(entry) for entry in with_code}, dict[int, str]()
         for entry in self.entries:
-            name = key_path(entry.key)
-            path = f"model/{name}"
+            name, path = entry.full_name, entry.path
             if id(entry) in alone or self._stays(name, is_saved=name in saved):
                 continue
             if entry.kind == "extra":
@@ -326,7 +344,7 @@ class _Restore:
                 if path not in leaves:
                     self.missing.append(path)
                     continue
-                check_entry(entry, leaves[path], path, cast=self.options.cast)
+                check_entry(entry, leaves, path, cast=self.options.cast)
             self.wanted.append(entry)
             paths[id(entry)] = path
         self._plan_loads()
@@ -374,7 +392,7 @@ class _Restore:
         part = self.source.part("model", self.returned.append, select=paths)
         load_values(self.loads, part)
         for entry in extra:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             plan = plan_state(path, None, get_in(part, entry.key), live=entry.value)
             self.extra_states.append(ExtraState(path, entry.module, plan))
 
@@ -383,7 +401,7 @@ class _Restore:
         order = {id(entry): number for number, entry in enumerate(self.entries)}
         coded = list[StateDictEntry]()
         for entry in with_code:
-            path = f"model/{key_path(entry.key)}"
+            path = entry.path
             spec = self.source.leaves.get(path)
             live = entry.value
             if spec is None or not isinstance(live, Tensor) or is_lazy(live):
@@ -423,7 +441,7 @@ class _Restore:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
         parameters = (entry for entry in (*self.entries, *self.model.hidden) if entry.kind == "parameter")
         frozen = (entry for entry in parameters if not entry.value.requires_grad)
-        names = frozenset(key_path(entry.key) for entry in frozen)
+        names = frozenset(entry.full_name for entry in frozen)
         self.plans, differences = plan_optimizers(
             self.optimizers, self.model.ties, self.source, keep=keep, frozen=names
         )
@@ -434,22 +452,24 @@ class _Restore:
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
         self.reasons, self.cleared = differences.reasons, differences.cleared
-        if differences.frozen and self.comm.rank == 0:
-            what = some_of("states of parameters that are frozen here were not restored", differences.frozen)
-            _log.warning("%s: %s", self.source.url, what)
+        if differences.frozen:
+            self._warn(some_of("states of parameters that are frozen here were not restored", differences.frozen))
 
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
         loader, extra = self.targets.loader, self.targets.extra
-        check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=self.options.namespace)
-        if self.comm.rank == 0:
-            check_generators(loader)
-        if loader is not None and self._has("loader", "loader=..."):
-            self.loader = self.own.load("loader")
-            self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
+        if loader is not None:
+            namespace = self.options.namespace
+            check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=namespace)
+            if self.comm.rank == 0:
+                check_generators(loader)
+            if self._has("loader", "loader=..."):
+                self.loader = self.own.load("loader")
+                self.last += loader_actions(loader, self.loader, "loader", namespace)
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            tree = self.trees["extra",] = TreeToFill(extra, ("extra",), self.source)
+            found = compare_extra(extra, tree.target, self.source, rank=self.comm.rank)
             self.ignored += found.unused
             self.missing += found.keys.missing
             self.unexpected += found.keys.unexpected
@@ -468,6 +488,21 @@ class _Restore:
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
 
+    def plan_objects(self, keys: tuple[Any, ...], trees: Mapping[str, Any]) -> None:
+        """Plans to fill the objects of a manager, which the fill compares before it changes anything.
+
+        Args:
+            keys: those that lead to them in the checkpoint.
+
+        Raises:
+            MismatchError: what each rank has of its own was saved by another number of ranks, and is not to be taken.
+        """
+        self.trees |= {(*keys, name): TreeToFill(tree, (*keys, name), self.source) for name, tree in trees.items()}
+        if self.comm.size != self.source.world and self.options.fallback.per_rank != "take":
+            heads = tuple(f"{'/'.join(map(key_text, (*keys, name)))}/" for name in trees)
+            if own := next((path for path in self.source.leaves if path.startswith(heads) and OWN in path), None):
+                raise other_world_error(own, self.comm, self.source.world, take="fallback=Fallback(per_rank='take')")
+
     def _return_extra(self) -> None:
         """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
 
@@ -481,8 +516,12 @@ class _Restore:
             raise
         unmade = [path for report in self.returned for path in report.unmade]
         self.ignored += unmade
-        if unmade and self.comm.rank == 0:
-            _log.warning("%s: `...` in place of what this program cannot make: %s", self.source.url, ", ".join(unmade))
+        if unmade:
+            self._warn(f"`...` in place of what this program cannot make: {', '.join(unmade)}")
+
+    def _warn(self, text: str) -> None:
+        if self.comm.rank == 0:
+            _log.warning("%s: %s", self.source.url, text)
 
     def _has(self, part: str, how: str) -> bool:
         """Whether the source has a part; under `strict` it raises if not."""
@@ -500,24 +539,23 @@ class _Restore:
             is_ours: whether it is what `state` gave, which has random generators unless they were left out.
         """
         self.replaced = taken_options(self.plans, self.schedules)
-        if self.replaced and self.comm.rank == 0:
-            _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
+        if self.replaced:
+            self._warn(f"other options here: {'. '.join(self.replaced)}")
         rest = [part for part in self.parts if not self.targets.ask_for(part)]
         self.ignored += map(key_text, rest)
         left = [part for part in ("scheduler", "loader") if part in rest]
-        if self.optimizers and left and self.comm.rank == 0:
-            names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
-            _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        if self.optimizers and left:
+            how = ", ".join(f"{part}=" for part in left)
+            self._warn(f"{', '.join(left)} in the checkpoint was not restored, as {how} was not passed")
         others = any(path.split("/", 1)[0] == "rng" for path in self.source.leaves)
-        if self.optimizers and (is_ours or others) and "rng" in self.left_alone and self.comm.rank == 0:
+        if self.optimizers and (is_ours or others) and "rng" in self.left_alone:
             what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
-            how = "those here go on as they are; rng=False says that it is meant"
-            _log.warning("%s: %s: %s", self.source.url, what, how)
-        objects = objects_of_extra(self.source) if self.optimizers and self.targets.extra is None else set[str]()
-        if objects and self.extra is not None and self.comm.rank == 0:
+            self._warn(f"{what}: those here go on as they are; rng=False says that it is meant")
+        is_returned = self.optimizers and self.targets.extra is None and self.extra is not None
+        if is_returned and (objects := objects_of_extra(self.source)):
             names = ", ".join(f"extra/{name}" for name in sorted(objects))
             how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
-            _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)
+            self._warn(f"{names} in the checkpoint {how}")
 
     def plan_schedulers(self) -> None:
         """Loads the states of the schedulers, for the param groups of the live optimizers.
@@ -545,7 +583,7 @@ class _Restore:
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
         heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
-        asked = {f"model/{name}" for entry in self.entries if (name := key_path(entry.key)) not in self.left}
+        asked = {entry.path for entry in self.entries if entry.full_name not in self.left}
         check_keys(
             self.missing,
             self.unexpected,
@@ -555,7 +593,7 @@ class _Restore:
                 left_out=self.left_out,
                 extra=[key_text(key) for key in saved_extra],
                 given=self.targets.extra,
-                here={f"model/{key_path(entry.key)}": getattr(entry.value, "shape", None) for entry in self.entries},
+                here={entry.path: getattr(entry.value, "shape", None) for entry in self.entries},
                 tied=tied_when_saved(self.missing, heads, self.source),
                 reasons=self.reasons,
                 saved=self.source.leaves,
@@ -569,15 +607,24 @@ class _Restore:
         """Fills the targets."""
         fills_model = bool(self.wanted or self.loads or self.extra_states)
         made, before = self._run_loads()
+        held = held_values(all_groups(self.targets.optimizer) if self.trees else ())
         try:
             made += allocate_meta_tensors(self.wanted, self.targets.device)
             if made:
                 reset_fsdp_shards(self.targets.model)
-            filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+            filled = self.source.fill(
+                self._target(),
+                take=self.comm.size != self.source.world,
+                strict="missing" if self.options.strict else False,
+            )
         except Exception:
             if before is not None:  # the load code may run again, with an older checkpoint
                 before.put_back({})
             raise
+        for tree in self.trees.values():
+            tree.take_back()
+        put_back(held)  # schedulers among the objects may have written others into the groups, which keep= leaves
+        beside = [getattr(leaf, "nbytes", 0) for _, leaf in flatten(self.own.to_fill, rank=self.comm.rank)[1]]
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
         for action in self.last:
@@ -596,8 +643,8 @@ class _Restore:
         return RestoreReport(
             path=self.source.url,
             step=self.source.step,
-            loaded=sum(load.loaded for load in (filled, *self.filled_before)),
-            nbytes=sum(load.nbytes for load in loads),
+            loaded=sum(load.loaded for load in (filled, *self.filled_before)) - len(beside),
+            nbytes=sum(load.nbytes for load in loads) - sum(beside),
             read_nbytes=sum(load.read_nbytes for load in loads),
             seconds=time.perf_counter() - self.began,
             missing=tuple(self.missing),
@@ -630,7 +677,7 @@ class _Restore:
         first = [entry for entry in self.wanted if id(entry.module) in extra]
         self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
         before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))
-        paths = {id(entry.value): f"model/{key_path(entry.key)}" for entry in (*covered, *first)}
+        paths = {id(entry.value): entry.path for entry in (*covered, *first)}
         try:
             own = [entry for entry in covered if entry.kind in ("parameter", "buffer")]
             made = allocate_meta_tensors([*own, *first], self.targets.device)
@@ -658,7 +705,7 @@ class _Restore:
 
     def _model_target(self, entries: Sequence[StateDictEntry]) -> dict[str, Any]:
         """Returns the tree of live tensors of the model, to fill."""
-        owned = ((entry, key_path(entry.key) in self.own_buffers) for entry in entries)
+        owned = ((entry, entry.full_name in self.own_buffers) for entry in entries)
         return nested((entry.key, PerRank(entry.value) if own else entry.value) for entry, own in owned)
 
     def _target(self) -> dict[str, Any]:
@@ -669,6 +716,10 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.targets.fills_extra and "extra" in self.parts:
-            target["extra"] = self.extra
-        return target
+        for keys, tree in self.trees.items():
+            node = target
+            for key in keys[:-1]:
+                node[key] = below = {} if node.get(key, ...) is ... else node[key]
+                node = below
+            node[keys[-1]] = tree.target
+        return target | self.own.to_fill

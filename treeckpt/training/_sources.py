@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from .. import _api
 from .._arrays.dtensor import is_dtensor
-from .._arrays.registry import abstract_of, decode
+from .._arrays.registry import abstract_of, decode, new_array, resolve
 from .._arrays.stateful import expand_states, state_tree
 from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
-from .._core.tree.flatten import PerRank, flatten
-from .._core.tree.globs import compile_globs
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import child_of_rank, flatten, unflatten
+from .._core.tree.leaf_differences import Strict
 from .._core.tree.merge import merge_sources
+from .._core.tree.paths import compile_globs
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
     TABLE_KEYS,
@@ -30,6 +31,7 @@ from .._core.tree.structure import (
     PerRankNode,
     Structure,
     index_path,
+    key_text,
     keys_of,
     parse_path,
     paths_of,
@@ -40,8 +42,8 @@ from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
 from .._loading.options import Fallback, Policy, ReadOptions, read_alone
-from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
-from .._loading.run_load import run_load
+from .._loading.overlay import Bank, CheckpointOverlay, From, as_bank, open_members, own_globs
+from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms, as_rules, carried
@@ -50,7 +52,7 @@ from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
 from ..trees._per_rank_state import load_own
 from ._groups import is_same
-from ._names import Key, key_path
+from ._modules import Key
 
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
@@ -131,11 +133,16 @@ class RestoreSource(Protocol):
         """Returns this rank's state of a per-rank part."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def own_to_fill(self, name: str) -> Any:
+        """Returns this rank's part for `fill`: new arrays, None for values; None for a tree in memory, which has it."""
+        ...
+
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Fills what `target` has, in place.
 
         Args:
             take: per-rank leaves of another world are taken modulo.
+            strict: "missing" refuses leaves that a checkpoint lacks.
             alone: other ranks need not call it: this one reads for itself.
         """
         ...
@@ -170,21 +177,21 @@ def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure
     """The structures below a node whose path is one of the names, in one walk."""
     found: dict[str, Structure] = {}
 
-    def walk(node: Structure, prefix: Key) -> None:
+    def walk(node: Structure, above: str) -> None:
         for key, child in children_of(node).items():
-            here = (*prefix, str(key))
-            if key_path(here) in names:
-                found[key_path(here)] = child
+            name = above + key_text(str(key))
+            if name in names:
+                found[name] = child
             else:
-                walk(child, here)
+                walk(child, f"{name}/")
 
-    walk(node, ())
+    walk(node, "")
     return found
 
 
 def leaves_below(path: str, structure: Structure) -> list[str]:
     """The paths of the leaves of a structure that is at a path."""
-    return [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
+    return [path] if structure is None else [f"{path}/{below}" if below else path for below, _ in paths_of(structure)]
 
 
 class _SavedMember:
@@ -357,6 +364,9 @@ class CheckpointSource:
     def part(
         self, name: str, on_report: OnReport | None = None, *, select: Sequence[str] = (), lenient: bool = False
     ) -> Any:
+        node = descend(self.structure, (name,))
+        if not select and not lenient and (values := self._values(name, node)) is not None:
+            return unflatten(node, iter(values), resolve=resolve, namespace=self.options.namespace)
         own = LoadOptions(
             tuple(select) or (name,),
             read=read_alone(self.options.read),
@@ -371,16 +381,23 @@ class CheckpointSource:
             on_report(report)
         return tree[name]
 
+    def _values(self, path: str, node: Structure) -> list[Any] | None:
+        """Returns the values below a path, which are in the index; None where anything else is there."""
+        leaves = [(at, self._member(at).leaf(at)) for at in leaves_below(path, node)]
+        if not all(isinstance(leaf.record, ValueRecord) and leaf.ranks is None for _, leaf in leaves):
+            return None
+        return [self.value(at) for at, _ in leaves]
+
     def abstract(self, name: str) -> Any:
-        found = _api.load_abstract(
-            self._read,
-            select=name,
-            comm=self.comm,
+        own = LoadOptions(
+            (name,),
+            fallback=Fallback(per_rank="take"),
             allow_pickle=self.options.allow_pickle,
             namespace=self.options.namespace,
-            transforms=self._rules,
+            rules=self._rules,
+            specs_only=True,
         )
-        return found[name]
+        return run_load(self._read, None, self.comm, own)[0][name]
 
     def world_of(self, name: str) -> int:
         return self._member_for(name).world
@@ -399,19 +416,32 @@ class CheckpointSource:
             transforms=member.rules,
         )
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
-        return _api.load_into(
-            self._read,
-            target,
-            transforms=self._rules,
-            strict=False,
-            cast=self.options.cast,
-            read=msgspec.structs.replace(self.options.read, once=self.options.read.once and not alone),
+    def own_to_fill(self, name: str) -> Any:
+        member, node = self._member_for(name), descend(self.structure, (name,))
+        rank, path = self.comm.rank if member.rules else self.comm.rank % member.world, name
+        if isinstance(node, PerRankNode):
+            path, own = f"{name}{OWN}", child_of_rank(node, rank, name)
+            return PerRank(self._new(path, own))
+        return self._new(path, node)
+
+    def _new(self, path: str, node: Structure) -> Any:
+        """Returns what stands at a path, with new arrays on the host, and None for values."""
+        specs = ((at, self.leaves[at]) for at in leaves_below(path, node))
+        leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), at, None).leaf for at, spec in specs)
+        return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
+
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
+        once = bool(self.options.read.once) and not alone
+        own = msgspec.structs.replace(
+            self.options,
+            select=None,
+            exclude=None,
+            strict=strict,
+            read=msgspec.structs.replace(self.options.read, once=once, copy=True),
             fallback=Fallback(per_rank="take" if take else "error"),
-            allow_pickle=self.options.allow_pickle,
-            namespace=self.options.namespace,
-            comm=self.comm,
+            rules=self._rules,
         )
+        return fill_tree(CheckpointOverlay(self._read), target, self.comm, own)
 
 
 def _filled(regions: Sequence[Region]) -> list[Region]:
@@ -482,6 +512,9 @@ class TreeSource:
         state = self.tree[name]
         return state.value if isinstance(state, PerRank) else state
 
+    def own_to_fill(self, name: str) -> Any:
+        return None
+
     def is_spread(self, path: str) -> bool:
         return is_dtensor(self._leaves[path])
 
@@ -494,7 +527,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
         if found is None:
@@ -521,7 +554,7 @@ OTHER_NAMES = (
 
 def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
     """Returns the rules of a restore, for what it reads once it is placed; see `restore`."""
-    rules = as_rules(rename, transforms)
+    rules = as_rules(rename, transforms) if rename is not None or transforms is not None else ()
     rules = placed_below(rules, under) if under else rules
     return (carried(*rules),) if rules and not from_root else rules
 
@@ -597,6 +630,12 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
 def is_stored(given: Any) -> bool:
     """Whether a source is a path, a store, or several of them, and no tree in memory."""
     return is_path_or_store(given) or isinstance(given, Checkpoint) or as_bank(given) is not None
+
+
+def holds_state_dicts(given: Any) -> TypeGuard[Checkpoint]:
+    """Whether a source is a checkpoint with the state of optimizers, and not that of a training state of ours."""
+    keys = set(map(str, children_of(given.index.structure))) if isinstance(given, Checkpoint) else set[str]()
+    return {"model", "optimizer"} <= keys and "param_groups" not in keys
 
 
 def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:

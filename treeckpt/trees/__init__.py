@@ -30,12 +30,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core.public_names import publish
-from . import _gathering, _sending
+from . import _collectives
+from ._collectives import BUCKET_NBYTES, transport_of
 from ._compare import Sameness, same_structure
 from ._moving import copy_into, distribute_local, empty_like
 from ._names import flatten_names, unflatten_names
 from ._offloading import offload
-from ._transport import BUCKET_NBYTES, transport_of
 
 __all__ = [
     "Sameness",
@@ -83,7 +83,7 @@ def gather(
         RankError: some ranks failed before data was sent, or this one is not part of the group.
     """
     transport = transport_of(group)
-    return _gathering.gather(
+    return _collectives.gather(
         tree, transport=transport, ranks=ranks, device=device, limit=bucket_bytes, namespace=namespace
     )
 
@@ -121,7 +121,7 @@ def distribute(
     if src is None:
         return distribute_local(tree, like, device=device, namespace=namespace)
     transport = transport_of(group)
-    return _sending.distribute(
+    return _collectives.distribute(
         tree, like, transport=transport, source=src, device=device, limit=bucket_bytes, namespace=namespace
     )
 
@@ -152,6 +152,6 @@ def broadcast(
         RankError: the source failed before data was sent, or this rank is not part of the group.
     """
     transport = transport_of(group)
-    return _sending.broadcast(
+    return _collectives.broadcast(
         tree, transport=transport, source=src, device=device, limit=bucket_bytes, namespace=namespace
     )

@@ -32,10 +32,8 @@ from .._arrays.registry import (
 from .._arrays.stateful import expand_states, state_tree
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, intersect, subtract
-from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.in_place import update_in_place
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves
-from .._core.tree.sequences import differing_sequences
+from .._core.tree.flatten import flatten, replace_leaves, update_in_place
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path
 from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._arrays.stateful import state_tree
-from .._core.tree.flatten import PerRank, flatten, replace_leaves
+from .._core.tree.containers import PerRank
+from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.structure import index_path, parse_path
 from ..errors import MismatchError, TreeError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _api
-from .._core.tree.flatten import PerRank
+from .._core.tree.containers import PerRank
 from .._io.comm.comm import Comm, SoloComm, other_world_error
 from .._loading.options import Policy
 from ..errors import MismatchError

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from treeckpt._io.comm.fanout import TREE_ABOVE
+from treeckpt._io.comm.message_store import TREE_ABOVE
 
 from .models import MODELS, Grid
 from .simulate import Figures, simulate

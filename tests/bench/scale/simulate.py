@@ -29,7 +29,7 @@ from treeckpt._core.sharding.placements import BoxLayout, Layout, MeshLayout, he
 from treeckpt._core.sharding.region import Region, coalesce
 from treeckpt._core.tree.flatten import flatten
 from treeckpt._io.comm.collective import decode_each
-from treeckpt._io.comm.fanout import GROUP_SIZES, group_sizes_for
+from treeckpt._io.comm.message_store import GROUP_SIZES, group_sizes_for
 from treeckpt._io.storage.store import MemoryStore
 from treeckpt._io.timing import Recorder
 from treeckpt._saving.agree import (

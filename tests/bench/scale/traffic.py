@@ -1,8 +1,8 @@
 """What passes through the servers of messages in a simulated save: with one for all ranks, and with those of leaders.
 
 Posts and reads of `_io.comm.rounds` are counted as it makes them, with the messages of the simulated ranks and bundles
-of `_io.comm.fanout`; `test_scale` compares the count with that of real rounds. Looks for what is not there yet are not
-counted: how many there are depends on how long ranks wait, so for each server it is said how many ranks do.
+of `_io.comm.message_store`; `test_scale` compares the count with that of real rounds. Looks for what is not there yet
+are not counted: how many there are depends on how long ranks wait, so for each server it is said how many ranks do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from treeckpt._io.comm.fanout import bundle, children_of, is_leader, parent_of, unbundle
+from treeckpt._io.comm.message_store import bundle, children_of, is_leader, parent_of, unbundle
 
 __all__ = ["LOOKS", "Load", "Talk", "requests_per_second"]
 

@@ -1,13 +1,23 @@
 """The index of a save repeats no spec and no layout, and names for each leaf what the save placed."""
 
 from tests.helpers.saves import Array, save
-from treeckpt._core.format.build_index import build_index
-from treeckpt._core.format.chunks import GridChunks, NoChunks, WholeChunk
-from treeckpt._core.format.records import AliasRecord, ArrayRecord, FileTable, PerRankArrays, PerRankValues, ValueRecord
+from treeckpt._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    FileTable,
+    GridChunks,
+    NoChunks,
+    PerRankArrays,
+    PerRankValues,
+    ValueRecord,
+    WholeChunk,
+    build_index,
+)
 from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.spec import ArraySpec, StridedView
 
 MESH = Mesh((2,), encode_runs([0, 1]))

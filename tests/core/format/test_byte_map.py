@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from tests.helpers.indexes import index_of
 from tests.helpers.saves import ranks_of, saves, small
 from tests.helpers.strategies import mesh_layouts, regions, shapes
-from treeckpt._core.format.byte_map import (
-    chunk_count,
-    extents_in_file,
-    holders_of,
-    layout_of,
-    locate_chunks,
+from treeckpt._core.format.byte_map import chunk_count, extents_in_file, holders_of, layout_of, locate_chunks
+from treeckpt._core.format.records import (
+    AliasRecord,
+    ArrayRecord,
+    BoxChunks,
+    GridChunks,
+    NoChunks,
+    PerRankArrays,
+    ValueRecord,
+    WholeChunk,
 )
-from treeckpt._core.format.chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
-from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard, held_by
 from treeckpt._core.sharding.region import Region, intersect

@@ -6,16 +6,18 @@ import pytest
 from tests.helpers.indexes import index_of
 from tests.helpers.saves import small
 from treeckpt._core.format.check_index import check_against_files, check_index, needs_file_sizes
-from treeckpt._core.format.chunks import BoxChunks, GridChunks, WholeChunk
 from treeckpt._core.format.index import encode_manifest
 from treeckpt._core.format.records import (
     AliasRecord,
     ArrayRecord,
+    BoxChunks,
     FileTable,
+    GridChunks,
     Index,
     PerRankArrays,
     PerRankValues,
     ValueRecord,
+    WholeChunk,
 )
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Replicate, Shard, StridedShard
 from treeckpt._core.tree.spec import ArraySpec, StridedView

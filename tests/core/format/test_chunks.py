@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.strategies import regions
-from treeckpt._core.format.chunks import (
+from treeckpt._core.format.records import (
     BoxChunks,
     GridChunks,
     NoChunks,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.file_names import (
+from treeckpt._core.format.files import (
     CheckpointFile,
     check_step,
     damaged_name,
@@ -17,11 +17,11 @@ from treeckpt._core.format.file_names import (
     parse_file_name,
     step_name,
     step_of,
+    stored_name,
     verdict_name,
     writer_tag,
 )
 from treeckpt._core.format.shard_header import shard_name
-from treeckpt._core.format.sidecars import stored_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt.errors import TreeError
 

@@ -23,7 +23,7 @@ from tests.helpers.second_reader import KINDS, column, read, value
 from tests.helpers.strategies import Registered, same, trees
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._core.format import index as index_module
-from treeckpt._core.format import packed_index, records, shard_header
+from treeckpt._core.format import records, shard_header
 from treeckpt._core.sharding.dtypes import DTYPES
 from treeckpt._core.tree import structure, value_codec
 
@@ -162,7 +162,7 @@ def test_a_reader_by_the_page_notices_damage(tmp_path: Path) -> None:
 def test_the_page_names_every_key_kind_and_dtype() -> None:
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
     named = set(quoted) | {word for text in quoted for word in re.findall(r'"([\w.]+)"', text)}
-    structs = [records.FileTable, packed_index.RangeColumns, packed_index.PackedIndex]
+    structs = [records.FileTable, index_module.RangeColumns, index_module.PackedIndex]
     words = {field for struct in structs for field in struct.__struct_fields__}
     words |= set(shard_header._ShardMetadata.__struct_fields__)  # pyright: ignore[reportPrivateUsage]
     words |= {kind.__struct_config__.tag for kind in structure.Node.__args__} - {"absent"}

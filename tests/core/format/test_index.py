@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.saves import SAVE_ID, Array, ranks_of, save, saves, small
 from tests.helpers.strategies import regions
-from treeckpt._core.format.chunks import WholeChunk
 from treeckpt._core.format.index import decode_index, encode_index, rebuild
-from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, WholeChunk
 from treeckpt._core.format.shard_header import decode_header, encode_header, sealed, shard_name
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt.errors import CorruptError, FormatError, MismatchError
 

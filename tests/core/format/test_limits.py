@@ -1,18 +1,10 @@
 """Numbers that a writer of one version and a reader of another must agree on: to change one changes the format."""
 
-from treeckpt._core.format import (
-    check_index,
-    file_names,
-    index,
-    lineage,
-    packed_index,
-    save_progress,
-    shard_header,
-    timings,
-)
+from treeckpt._core.format import check_index, files, index, lineage, shard_header, timings
+from treeckpt._core.format import index as index_module
 from treeckpt._core.planning import save_plan
 from treeckpt._core.sharding import int_runs, region
-from treeckpt._core.tree import row_order, shared_subtrees, structure, value_codec
+from treeckpt._core.tree import keyed_table, structure, value_codec
 
 
 def test_versions_stay():
@@ -31,7 +23,7 @@ def test_the_order_of_entries_stays():
 def test_sizes_of_headers_and_documents_stay():
     assert (shard_header.BLOCK, shard_header.DATA_ALIGNMENT) == (256 << 10, 4096)
     assert (shard_header.MAX_HEADER, shard_header.MAX_BLOCK, index.MAX_INDEX) == (1 << 30, 64 << 20, 1 << 30)
-    assert (save_progress.MAX_PROGRESS, file_names.MAX_STEP) == (4096, 10**18 - 1)
+    assert (files.MAX_PROGRESS, files.MAX_STEP) == (4096, 10**18 - 1)
 
 
 def test_bounds_of_numbers_stay():
@@ -43,7 +35,7 @@ def test_bounds_of_numbers_stay():
         1 << 22,
         1 << 22,
     )
-    assert (packed_index.MAX_NUMBERS, packed_index.MAX_PER_RANK, packed_index.NUMBERS_PER_BYTE) == (
+    assert (index_module.MAX_NUMBERS, index_module.MAX_PER_RANK, index_module.NUMBERS_PER_BYTE) == (
         1 << 17,
         1 << 20,
         2,
@@ -53,8 +45,8 @@ def test_bounds_of_numbers_stay():
 def test_depths_of_trees_and_values_stay():
     assert (structure.MAX_DEPTH, value_codec.MAX_VALUE_DEPTH) == (200, 100)
     assert (structure.USUAL_PATH_LENGTH, structure.MAX_EXTRA_PATH_CHARS) == (1024, 1 << 25)
-    assert (shared_subtrees.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
+    assert (structure.MAX_SHARED, value_codec.MAX_COLLISIONS) == (32, 64)
 
 
 def test_buckets_of_tables_stay():
-    assert (row_order.DEFAULT_BUCKETS, row_order.MAX_BUCKETS) == (65_536, 1 << 24)
+    assert (keyed_table.DEFAULT_BUCKETS, keyed_table.MAX_BUCKETS) == (65_536, 1 << 24)

@@ -17,18 +17,29 @@ from hypothesis import given, settings
 
 from tests.helpers.saves import Array, Saved, save, saves
 from treeckpt._core.format import index as index_module
-from treeckpt._core.format.chunks import BoxChunks
-from treeckpt._core.format.index import decode_index, encode_index, rebuild
-from treeckpt._core.format.packed_index import MAX_LEAVES_PER_RANGE, MAX_NUMBERS, pack, unpack
-from treeckpt._core.format.records import ArrayRecord, Leaf
+from treeckpt._core.format.index import (
+    MAX_LEAVES_PER_RANGE,
+    MAX_NUMBERS,
+    decode_index,
+    encode_index,
+    pack,
+    rebuild,
+    unpack,
+)
+from treeckpt._core.format.records import ArrayRecord, BoxChunks, Leaf
 from treeckpt._core.format.shard_header import sealed
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import BoxLayout, Mesh, MeshLayout, Shard
 from treeckpt._core.sharding.region import Region, flat_regions
-from treeckpt._core.tree.flatten import PerRank
-from treeckpt._core.tree.shared_subtrees import expand_shared_subtrees, extract_shared_subtrees
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._core.tree.structure import DictNode, ListNode, leaf_count
+from treeckpt._core.tree.structure import (
+    DictNode,
+    ListNode,
+    expand_shared_subtrees,
+    extract_shared_subtrees,
+    leaf_count,
+)
 from treeckpt.errors import FormatError
 
 

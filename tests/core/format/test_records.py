@@ -3,15 +3,17 @@
 import pytest
 
 from tests.helpers.indexes import index_of
-from treeckpt._core.format.chunks import BoxChunks, GridChunks, WholeChunk
 from treeckpt._core.format.records import (
     AliasRecord,
     ArrayRecord,
+    BoxChunks,
     FileTable,
+    GridChunks,
     IndexCounts,
     PerRankArrays,
     PerRankValues,
     ValueRecord,
+    WholeChunk,
     file_table,
 )
 from treeckpt._core.format.shard_header import shard_name

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.save_progress import (
+from treeckpt._core.format.files import (
     MAX_PROGRESS,
     Owner,
     Progress,

@@ -5,7 +5,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.seals import check_no_zeros, check_seal, sealed
+from treeckpt._core.format.shard_header import check_no_zeros, check_seal, sealed
 from treeckpt.errors import CorruptError
 
 OPEN = b'{"seal":"0000000000000000","x":"'

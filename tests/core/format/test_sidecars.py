@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.index import decode_index, encode_index
-from treeckpt._core.format.records import FileTable, Index, ValueRecord
-from treeckpt._core.format.sidecars import (
+from treeckpt._core.format.files import (
     MAX_SIDECAR_NBYTES,
     MAX_SIDECARS,
     Sidecar,
@@ -17,6 +15,8 @@ from treeckpt._core.format.sidecars import (
     parse_stored_name,
     stored_name,
 )
+from treeckpt._core.format.index import decode_index, encode_index
+from treeckpt._core.format.records import FileTable, Index, ValueRecord
 from treeckpt.errors import FormatError
 
 ID = "0123456789abcdef"

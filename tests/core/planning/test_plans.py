@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import treeckpt._core.planning.save_plan as assign_module
 from tests.helpers.saves import pieces_of
 from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
-from treeckpt._core.format.chunks import chunks_in, encode_chunks
+from treeckpt._core.format.records import chunks_in, encode_chunks
 from treeckpt._core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
 from treeckpt._core.planning.save_plan import ArrayLeaf, SingleChunkOffset, assign_offsets, assign_writers, plan_save
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs

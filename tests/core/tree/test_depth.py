@@ -27,7 +27,7 @@ from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.treemap import treemap_of
 from treeckpt._report import report
 from treeckpt.convert import convert
-from treeckpt_dashboard.checkpoint.folds import folds_page
+from treeckpt_dashboard.checkpoint.tree import folds_page
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
 

@@ -16,8 +16,7 @@ from treeckpt._core.tree.dict_attributes import (
     renamed_modules,
     take_metadata,
 )
-from treeckpt._core.tree.flatten import flatten, replace_leaves, unflatten
-from treeckpt._core.tree.in_place import update_metadata
+from treeckpt._core.tree.flatten import flatten, replace_leaves, unflatten, update_metadata
 from treeckpt._core.tree.merge import merge, merge_sources
 from treeckpt._core.tree.structure import OrderedDictNode, Structure, paths_of
 from treeckpt.errors import FormatError, MismatchError, TreeError

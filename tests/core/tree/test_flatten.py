@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.strategies import Branch, Color, Frozen, Registered, Weight, keys, resolve, same, trees, values
 from treeckpt._core.sharding.int_runs import encode_runs
-from treeckpt._core.tree.flatten import PerRank, child_of_rank, flatten, replace_leaves, unflatten
-from treeckpt._core.tree.in_place import update_in_place
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, update_in_place
 from treeckpt._core.tree.structure import (
     MAX_DEPTH,
     CustomNode,

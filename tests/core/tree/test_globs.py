@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.tree.globs import check_used, compile_globs
+from treeckpt._core.tree.paths import check_used, compile_globs
 from treeckpt.errors import MismatchError
 
 PATHS = st.lists(st.sampled_from(["a", "b", "ab", "a[0]", "*", "a.b", ""]), min_size=1, max_size=3).map("/".join)

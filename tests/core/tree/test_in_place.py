@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from treeckpt._core.tree.flatten import PerRank
-from treeckpt._core.tree.in_place import update_in_place
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import update_in_place
 from treeckpt._core.tree.keyed_table import KeyedTable
 
 OLD, NEW = np.zeros(2), np.ones(2)

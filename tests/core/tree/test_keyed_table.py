@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from treeckpt._core.tree.keyed_table import OwnedRows, columns_of, restore_table, row_starts
-from treeckpt._core.tree.row_order import bucket_range
+from treeckpt._core.tree.keyed_table import OwnedRows, bucket_range, columns_of, restore_table, row_starts
 from treeckpt.errors import LayoutError, MismatchError
 
 

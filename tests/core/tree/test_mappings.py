@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import treeckpt as tc
+from treeckpt._core.tree.containers import MARK, mapping_base, new_mapping
 from treeckpt._core.tree.flatten import flatten, unflatten
-from treeckpt._core.tree.mappings import MARK, mapping_base, new_mapping
 from treeckpt._core.tree.structure import CustomNode
 from treeckpt._core.tree.value_codec import encode_value
 

@@ -4,7 +4,8 @@ import collections
 
 import pytest
 
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.merge import merge, with_ranks
 from treeckpt._core.tree.structure import DefaultDictNode, DictNode, ListNode, OrderedDictNode, PerRankNode
 from treeckpt.errors import MismatchError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.tree import row_order as module
-from treeckpt._core.tree.row_order import bucket_range, buckets_of, sort_rows
+from treeckpt._core.tree import keyed_table as module
+from treeckpt._core.tree.keyed_table import bucket_range, buckets_of, sort_rows
 from treeckpt._core.tree.spec import TableSpec
 from treeckpt._threads import WorkerThreads
 from treeckpt.errors import TreeError

@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 
 import treeckpt as tc
-from treeckpt._core.tree.shared_subtrees import (
+from treeckpt._core.tree.structure import (
+    MAX_DEPTH,
     MAX_REPEATED_CHILDREN,
     MAX_SHARED,
+    CustomNode,
+    ListNode,
+    PerRankNode,
+    Structure,
     expand_shared_subtrees,
     extract_shared_subtrees,
+    leaf_count,
 )
-from treeckpt._core.tree.structure import MAX_DEPTH, CustomNode, ListNode, PerRankNode, Structure, leaf_count
 
 
 def test_repeated_subtrees_are_stored_once_where_that_is_shorter() -> None:

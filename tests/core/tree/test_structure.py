@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.strategies import keys, trees
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt._core.tree.flatten import PerRank, flatten
+from treeckpt._core.tree.containers import PerRank
+from treeckpt._core.tree.flatten import flatten
 from treeckpt._core.tree.merge import merge, with_ranks
 from treeckpt._core.tree.structure import (
     MAX_DEPTH,

@@ -10,8 +10,8 @@ import pytest
 import treeckpt as tc
 from tests.dashboard.helpers import number_of
 from tests.helpers.samples import FILES
-from treeckpt_dashboard.checkpoint import leaf, leaf_file, sidecars
-from treeckpt_dashboard.pages import csv_table
+from treeckpt_dashboard.checkpoint import files, leaf, values
+from treeckpt_dashboard.pages import answers
 
 torch = pytest.importorskip("torch")
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -63,7 +63,7 @@ def test_the_array_of_any_rank_is_taken(taken, tree):
 
 
 def test_a_leaf_above_the_limit_is_refused_with_its_size_and_a_region_of_it_is_not(taken, monkeypatch, tree):
-    monkeypatch.setattr(leaf_file, "MAX_NBYTES", 256)
+    monkeypatch.setattr(values, "MAX_NBYTES", 256)
     error = taken("model/h.1.w", "npy", 404)
     assert "512 B" in error and "256 B" in error and "region" in error
     np.testing.assert_array_equal(taken("model/h.1.w", "npy", region="0:2"), tree["model"]["h.1.w"][:2])
@@ -158,7 +158,7 @@ def test_a_text_that_a_spreadsheet_would_run_is_quoted(serve, tmp_path):
 
 
 def test_a_table_that_is_too_long_is_an_error_and_not_cut(client, newest, monkeypatch):
-    monkeypatch.setattr(csv_table, "MAX_ROWS", 150)
+    monkeypatch.setattr(answers, "MAX_ROWS", 150)
     got = client.get(f"{newest}/leaves/table.csv")
     assert got.status_code == 422 and "200 rows" in got.json()["error"]
 
@@ -185,7 +185,7 @@ def test_a_sidecar_file_is_shown_and_downloaded(client, newest):
 
 
 def test_the_text_of_a_sidecar_file_is_hostile_text_and_cut(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(sidecars, "MAX_SHOWN", 41)
+    monkeypatch.setattr(files, "MAX_SHOWN", 41)
     text = "<script>alert(1)</script>\u202e" + "ü" * 100
     tc.save(tmp_path / "c", {"a": 1}, files={"x.txt": text.encode()})
     client = serve(tmp_path / "c")

@@ -7,7 +7,7 @@ from tests.dashboard.helpers import number_of
 from tests.helpers.samples import write_checkpoint
 from treeckpt._core.sharding.placements import BoxLayout
 from treeckpt._core.sharding.region import Region
-from treeckpt_dashboard.checkpoint.shard_map import overlaps_of
+from treeckpt_dashboard.checkpoint.chunks import overlaps_of
 
 
 def test_a_leaf_names_mesh_and_placements(client, newest):

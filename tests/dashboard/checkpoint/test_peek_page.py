@@ -3,7 +3,7 @@
 import numpy as np
 
 import treeckpt as tc
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.local_store import LocalStore
 
 
 def test_a_peek_shows_values_and_what_they_are_like(asked):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.samples import write_checkpoint, write_run
-from treeckpt._api import inspect as read_index
+from treeckpt._loading.run_load import inspect as read_index
 
 
 def test_a_checkpoint_says_what_it_holds(client, newest, index):

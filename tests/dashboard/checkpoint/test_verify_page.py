@@ -12,7 +12,7 @@ from tests.dashboard.helpers import client_of
 from tests.helpers.background import until
 from tests.helpers.samples import write_checkpoint
 from treeckpt._cli.main import main
-from treeckpt_dashboard.checkpoint import verify_jobs
+from treeckpt_dashboard.checkpoint import verify
 from treeckpt_dashboard.store import jobs
 
 SHARDS = 120  # more than a page lists
@@ -130,18 +130,18 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
 
     flip(path / index.file_list[0].name)
     held, go_on = threading.Event(), threading.Event()
-    take = verify_jobs._Job.take
+    take = verify._Job.take
 
     def hold(job, message):
         take(job, message)
-        if isinstance(message, verify_jobs.Found):
+        if isinstance(message, verify.Found):
             held.set()
             go_on.wait(60)
-        if isinstance(message, verify_jobs.Result):
+        if isinstance(message, verify.Result):
             pytest.fail("it was killed before its end")
 
     monkeypatch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
-    monkeypatch.setattr(verify_jobs._Job, "take", hold)
+    monkeypatch.setattr(verify._Job, "take", hold)
     client.get(at, params={"action": "start"})
     assert held.wait(60) and client.get(at).json()["job"]["total"] == 1, "what was found shows while it runs"
     client.get(at, params={"action": "cancel"})
@@ -152,9 +152,9 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
 
 
 SLOW = """
-from treeckpt_dashboard.checkpoint import verify_process
-add = verify_process._Printer.add_shard
-verify_process._Printer.add_shard = lambda self, problems: (add(self, problems), time.sleep(60))
+from treeckpt_dashboard.checkpoint import verify
+add = verify._Printer.add_shard
+verify._Printer.add_shard = lambda self, problems: (add(self, problems), time.sleep(60))
 sys.exit("""
 
 

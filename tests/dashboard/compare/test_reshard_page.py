@@ -5,12 +5,12 @@ import pytest
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
-from treeckpt._api import inspect as read_index
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt._inspect import reshard_preview
-from treeckpt._inspect.reshard_preview import parse_mesh, parse_rules, plan_reshard
+from treeckpt._loading.run_load import inspect as read_index
 from treeckpt.errors import LayoutError
+from treeckpt_dashboard.compare import reshard_plan
+from treeckpt_dashboard.compare.reshard_plan import parse_mesh, parse_rules, plan_reshard
 
 
 def test_a_reshard_is_the_plan_of_the_core(asked, path):
@@ -82,7 +82,7 @@ def test_the_presets_are_of_the_real_mesh_and_tensor_parallel_is_rules_by_name(s
 def test_too_many_arrays_are_refused_without_reading_all_of_them(monkeypatch):
     index, read = large_index(20_000), []
     leaves = list(index.entries)
-    monkeypatch.setattr(reshard_preview, "_target_arrays", lambda *_: read.append(1))
+    monkeypatch.setattr(reshard_plan, "_target_arrays", lambda *_: read.append(1))
     mesh = parse_mesh("2", "dp")
     with pytest.raises(LayoutError, match="Narrow the rules"):
         plan_reshard(index, mesh, parse_rules("*: Shard(0)", mesh), chunks=len(leaves) // 2)

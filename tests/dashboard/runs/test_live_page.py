@@ -11,8 +11,8 @@ import pytest
 
 from tests.dashboard.helpers import SAVE, page, under_way
 from tests.helpers.large import write_many
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
-from treeckpt._io.storage.process_owner import this_process
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
+from treeckpt._io.process import this_process
 from treeckpt_dashboard.runs.live import SaveRates, live_page
 from treeckpt_dashboard.store.library import Library
 
@@ -149,8 +149,8 @@ def test_when_all_is_written_the_coordinator_is_waited_for(tmp_path):
 
 def test_a_real_save_under_way_shows(serve, tmp_path):
     """The records are those that the library's own writer keeps."""
-    from treeckpt._io.storage.progress_file import ProgressRecorder
-    from treeckpt._io.storage.store import LocalStore
+    from treeckpt._io.storage.kept_files import ProgressRecorder
+    from treeckpt._io.storage.local_store import LocalStore
 
     store = LocalStore(tmp_path / "run" / "step_00000009")
     store.prepare()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from treeckpt._runs.policy_text import KeepError, keep_text, parse_keep
+from treeckpt.policy import KeepError, keep_text, parse_keep
 
 
 @pytest.mark.parametrize("text", ["", "all", "last:3", "every:1000 last:2", "period:3600", "steps:1;2;30",

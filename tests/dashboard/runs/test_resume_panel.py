@@ -12,11 +12,10 @@ from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
 from tests.helpers.world import on_ranks
 from treeckpt._core.format.lineage import Lineage
-from treeckpt._runs.checkpoint_info import CheckpointInfo
-from treeckpt._runs.policy_text import parse_keep
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.verification import Verification
-from treeckpt.policy import Best
-from treeckpt_dashboard.runs.resume import resume_facts, save_pace, shell_quoted
+from treeckpt.policy import Best, parse_keep
+from treeckpt_dashboard.runs.summary import resume_facts, save_pace, shell_quoted
 
 SECOND, NOW = 10**9, 2 * 10**18
 INTACT = Verification(

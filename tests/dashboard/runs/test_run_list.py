@@ -11,9 +11,9 @@ from tests.dashboard.helpers import page, steps
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
-from treeckpt._core.format.file_names import PIN_NAME
+from treeckpt._core.format.files import PIN_NAME
 from treeckpt._io.storage.store import StoreTraits
-from treeckpt._runs.policy_text import parse_keep
+from treeckpt.policy import parse_keep
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.store.watch import DirectoryState, RunWatcher

@@ -1,15 +1,21 @@
 """The cache directory: damaged, not writable, too large, never inside a run."""
 
 import os
+from collections import defaultdict
 
+import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.dashboard.helpers import client_of
 from tests.helpers.large import large_index
+from tests.helpers.memory_run import MemoryRun
 from tests.helpers.samples import write_run
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs.verification import cache_directory
+from treeckpt_dashboard.store import index_reader
 from treeckpt_dashboard.store.cache import Cache, key_of
+from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.store.outline_file import write_outline
 from treeckpt_dashboard.web.app import create_app
 
@@ -77,3 +83,27 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 def test_another_file_has_another_key():
     entries = [DirectoryEntry(1, 2, 3), DirectoryEntry(2, 2, 3), DirectoryEntry(1, 3, 3), DirectoryEntry(1, 2, 4)]
     assert len({key_of(url, entry) for url in ("a", "b") for entry in entries}) == 8
+
+
+class _TimelessRun(MemoryRun):
+    """A run whose store knows neither modification times nor other numbers of its files."""
+
+    def folder(self, name):
+        folder = super().folder(name)
+        folder.times = defaultdict(int, dict.fromkeys(folder.times, 0))
+        return folder
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["small index", "large index"])
+def test_of_a_store_that_knows_no_times_nothing_is_kept_that_a_save_has_replaced(tmp_path, monkeypatch, low):
+    """Both saves have files of the same sizes: only what is in them tells them apart."""
+    monkeypatch.setattr(index_reader, "LARGE_INDEX_NBYTES", 1 if low else 1 << 20)
+    run = _TimelessRun()
+    library = Library([run], cache=Cache(tmp_path))
+    for name, step in (("a", 1), ("b", 2)):
+        tc.save(run.folder("step_00000001"), {name: np.arange(4)}, step=step, overwrite=True)
+        assert {entry.modified_ns for entry in run.folder("step_00000001").entries().values()} == {0}
+        [(checkpoint_id, _)] = library.checkpoints(library.runs[0], wait=300)
+        found = library.checkpoint(checkpoint_id)
+        assert found.info.step == step
+        assert [leaf.path for leaf in library.outline(found).index.entries] == [name]

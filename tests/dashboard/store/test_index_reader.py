@@ -11,8 +11,9 @@ from tests.helpers.background import no_threads
 from tests.helpers.large import hold_readers, write_large_checkpoint
 from tests.helpers.samples import gpt_state, write_checkpoint, write_run
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._io.storage import metadata_files
-from treeckpt._io.storage.store import DirectoryEntry, LocalStore
+from treeckpt._io.storage import checkpoint
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt.errors import CorruptError, StoreError
 from treeckpt_dashboard.store import index_reader, jobs
 from treeckpt_dashboard.store.cache import Cache
@@ -97,10 +98,8 @@ def test_a_second_start_reads_no_index_again(tmp_path, monkeypatch):
     before = [info for _, info in library.checkpoints(library.runs[0])]
     library.close()
 
-    monkeypatch.setattr("treeckpt._io.storage.metadata_files.read_index", lambda store: pytest.fail("read again"))
-    monkeypatch.setattr(
-        "treeckpt._io.storage.metadata_files.read_timings", lambda store, save: pytest.fail("read again")
-    )
+    monkeypatch.setattr("treeckpt._io.storage.checkpoint.read_index", lambda store: pytest.fail("read again"))
+    monkeypatch.setattr("treeckpt._io.storage.checkpoint.read_timings", lambda store, save: pytest.fail("read again"))
     library = Library([tmp_path / "run"], cache=Cache(tmp_path / "cache"))
     assert [info for _, info in library.checkpoints(library.runs[0])] == before and len(before) == 2
 
@@ -122,8 +121,8 @@ def test_an_index_that_could_not_be_read_is_tried_again_and_not_called_damaged(t
             raise refused[0]
         return read_index(store)
 
-    read_index = metadata_files.read_index
-    monkeypatch.setattr(metadata_files, "read_index", read)
+    read_index = checkpoint.read_index
+    monkeypatch.setattr(checkpoint, "read_index", read)
     reader, folder = index_reader.IndexReader(Cache(tmp_path / "cache")), LocalStore(tmp_path / "run/step_00000001")
     entry = folder.entries()[INDEX_NAME]
     monkeypatch.setattr(index_reader, "RETRY", 0.5)

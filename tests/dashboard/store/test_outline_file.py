@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt._api import inspect as read_index
 from treeckpt._core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt._core.format.records import AliasRecord
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.treemap import treemap_of
-from treeckpt._runs.index_summary import summarize_index
+from treeckpt._loading.run_load import inspect as read_index
+from treeckpt._runs.catalog import summarize_index
 from treeckpt.errors import FormatError, MismatchError
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 

@@ -9,9 +9,8 @@ import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
-from treeckpt._core.format.file_names import PIN_NAME
-from treeckpt._io.storage.run_store import LocalRun
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._core.format.files import PIN_NAME
+from treeckpt._io.storage.local_store import LocalRun, LocalStore
 from treeckpt._runs import catalog
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.library import Library

@@ -9,8 +9,8 @@ import treeckpt as tc
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt._core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
 from treeckpt._core.sharding.int_runs import encode_runs
-from treeckpt._io.storage.metadata_files import read_timings
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage.checkpoint import read_timings
+from treeckpt._io.storage.local_store import LocalStore
 
 
 def test_timing_names_the_slow_rank_and_nests_spans(client, newest):

@@ -83,7 +83,7 @@ def test_a_range_of_steps_is_shown_alone(trends):
 
 
 def test_a_slow_rank_stays_visible_in_a_bin_of_many_saves(trends, monkeypatch):
-    monkeypatch.setattr("treeckpt_dashboard.timing.bins.BINS", 4)
+    monkeypatch.setattr("treeckpt_dashboard.timing.trends.BINS", 4)
     ask = trends(20, lambda n: spans_of(PHASES, slow=[5] * (n == 13)))
     bins = ask("/bins")
     assert (bins["counts"], bins["first"], bins["last"]) == ([5] * 4, [1, 6, 11, 16], [5, 10, 15, 20])

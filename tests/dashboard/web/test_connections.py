@@ -19,7 +19,7 @@ TOKEN = "a-long-enough-token"
 HALF = b"GET /api/v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
 _PROGRAM = """
 import sys
-from treeckpt_dashboard.web import connections
+from treeckpt_dashboard.web import server
 from treeckpt_dashboard.web.server import serve
 connections.READ_SECONDS = 1.0
 serve([sys.argv[1]], port=0, token=sys.argv[2], cache=sys.argv[3], head_seconds=float(sys.argv[4]),

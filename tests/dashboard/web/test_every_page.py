@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.dashboard.helpers import PAGES, checkpoint_pages
 from tests.helpers.samples import write_run
-from treeckpt._core.tree.flatten import PerRank
+from treeckpt._core.tree.containers import PerRank
 
 MANY = "shards|files|leaves|ranks|checkpoints|arrays|problems|rows|saves|steps|elements|directories|runs"
 

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 import treeckpt_dashboard
 from tests.dashboard.helpers import checkpoint_pages
 from tests.helpers.samples import write_checkpoint
+from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._core.format.index import INDEX_NAME, encode_index
 from treeckpt._core.format.records import AliasRecord, ValueRecord
-from treeckpt._core.format.save_progress import Progress, encode_progress, progress_name
 from treeckpt._core.format.timings import Span, Timings, encode_timings, timings_name
 from treeckpt._core.tree.structure import DictNode, ListNode
 from treeckpt._core.tree.value_codec import TypedValue

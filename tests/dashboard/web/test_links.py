@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.samples import gpt_state, write_checkpoint
-from treeckpt._io.storage.local_read import FOLLOW_LINKS
+from treeckpt._io.storage.local_files import FOLLOW_LINKS
 
 
 @pytest.mark.parametrize("follow", [False, True])

@@ -33,7 +33,8 @@ from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._core.format.timings import decode_timings
 from treeckpt._core.text import seconds_text
 from treeckpt._io.comm.comm import Comm, thread_comms
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 
 WORLD = 3
 CHANGING = ("prepare", "create", "write", "commit", "publish")

@@ -17,8 +17,17 @@ from tests.helpers.comms import ended, talk, tcp_comms
 from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt._io.comm import message_store
 from treeckpt._io.comm.comm import Comm, TorchComm, thread_comms
-from treeckpt._io.comm.fanout import GROUP_SIZES, TREE_ABOVE, bundle, children_of, group_sizes_for, parent_of, unbundle
-from treeckpt._io.comm.message_store import LeaderStore, TorchMessageStore
+from treeckpt._io.comm.message_store import (
+    GROUP_SIZES,
+    TREE_ABOVE,
+    LeaderStore,
+    TorchMessageStore,
+    bundle,
+    children_of,
+    group_sizes_for,
+    parent_of,
+    unbundle,
+)
 from treeckpt._io.comm.rounds import Round
 from treeckpt._io.storage.store import MemoryStore
 

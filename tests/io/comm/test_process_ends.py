@@ -11,7 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import run_program
 from tests.helpers.interrupted_ranks import World, clock, save
-from treeckpt._io.comm import abandoned, rounds
+from treeckpt._io.comm import rounds, waiting
 
 __all__ = ["clock"]
 
@@ -118,7 +118,7 @@ def test_a_rank_that_has_told_its_end_has_some_seconds_to_call(
 ) -> None:
     def act(comm: Any) -> str:
         if comm.rank == late:
-            abandoned.note_end(comm)
+            waiting.note_end(comm)
             comm.pause(rounds.RETURN_TIMEOUT + (-1 if in_time else 60))
             if not in_time:
                 return "it never calls"

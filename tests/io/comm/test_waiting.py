@@ -19,7 +19,7 @@ import treeckpt as tc
 from tests.helpers.world import LONG, Faulty, Switch, errors_of, on_ranks
 from treeckpt._io.comm import waiting
 from treeckpt._io.comm.comm import Comm, thread_comms
-from treeckpt._io.comm.termination import TERMINATION, Termination
+from treeckpt._io.process import TERMINATION, Termination
 from treeckpt.convert import convert
 
 TREE = {"w": np.arange(5)}

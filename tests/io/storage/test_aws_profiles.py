@@ -9,7 +9,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.s3 import S3
-from treeckpt._io.storage.aws_profiles import s3_options
+from treeckpt._io.storage.obstore import s3_options
 
 
 def aws_files(home: Path, config: str = "", credentials: str = "") -> dict[str, str]:

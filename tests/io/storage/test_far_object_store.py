@@ -19,9 +19,9 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
-from treeckpt._io.storage import object_store, obstore, upload_window
-from treeckpt._io.storage.counting_store import CountingStore
-from treeckpt._io.storage.request_depth import RequestDepth
+from treeckpt._io.storage import object_store, obstore, requests_in_flight
+from treeckpt._io.storage.requests_in_flight import RequestDepth
+from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading import read_batch
 from treeckpt._runs import catalog
 from treeckpt._runs.restore import Restorer
@@ -381,7 +381,7 @@ def test_a_store_that_throttles_is_sent_half_as_many_reads_until_it_carries_them
 def test_a_store_that_throttles_is_sent_fewer_parts_though_their_refusals_are_hidden(
     far: FarS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload_window, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(requests_in_flight, "LATE_SECONDS", 0.1)
     monkeypatch.setattr(obstore, "PART", 5 * MIB)
     store, tree = far.store(), {"w": array(100)}
     window = store._bucket._window  # pyright: ignore
@@ -564,7 +564,7 @@ def test_the_record_of_a_committed_save_is_no_save_under_way(far: FarS3, monkeyp
 LATE_CHILD = """
 import os, signal, sys, threading, time
 import numpy as np, treeckpt as tc
-from treeckpt._io.storage import late_requests
+from treeckpt._io import process
 case, url = sys.argv[1:]
 tree = {f"w{i}": np.arange((20 if case == "interrupted, one shard" else 8) << 17) for i in range(4)}
 if case.startswith("interrupted"):
@@ -576,7 +576,7 @@ if case.startswith("interrupted"):
         print("interrupted")
         time.sleep(2)
 elif case == "stalled":
-    late_requests.MAX_WAIT_SECONDS = 1.5
+    process.MAX_WAIT_SECONDS = 1.5
     tc.save(url, tree)
     print("saved")
 else:

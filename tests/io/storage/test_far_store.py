@@ -23,12 +23,10 @@ import pytest
 import treeckpt as tc
 from tests.helpers.s3 import MIB, array
 from tests.helpers.samples import write_checkpoint
-from treeckpt._io.storage import far_store
-from treeckpt._io.storage.counting_store import CountingStore
-from treeckpt._io.storage.far_store import START, DirectChoice, FarStore, for_reading
-from treeckpt._io.storage.local_read import LocalReader
-from treeckpt._io.storage.mapped_read import file_system
-from treeckpt._io.storage.store import LocalStore
+from treeckpt._io.storage import local_store
+from treeckpt._io.storage.local_files import LocalReader, file_system
+from treeckpt._io.storage.local_store import FIRST_FAR_READS, DirectChoice, FarStore, LocalStore, for_reading
+from treeckpt._io.storage.wrapped_store import CountingStore
 
 SFTP = next(filter(os.path.exists, ("/usr/lib/openssh/sftp-server", "/usr/libexec/openssh/sftp-server")), None)
 RELAY = Path(__file__).parents[2] / "helpers" / "delayed_pipe.py"
@@ -81,7 +79,7 @@ def saved(tmp_path: Path, tree: dict[str, Any]) -> Path:
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file system of the test counts as a far one."""
-    monkeypatch.setattr(far_store, "FAR", {file_system(tmp_path)})
+    monkeypatch.setattr(local_store, "FAR_FILE_SYSTEMS", {file_system(tmp_path)})
 
 
 def filled(path: Any, tree: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def test_a_load_from_a_far_file_system_keeps_many_reads_in_flight(
 ) -> None:
     back = load(saved, tree)
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
-    assert flights.most >= START
+    assert flights.most >= FIRST_FAR_READS
 
 
 @pytest.mark.parametrize("block", [5 * 4096])
@@ -149,7 +147,7 @@ def test_more_reads_are_in_flight_while_the_rate_rises_with_them(saved: Path, fl
     ranges = [(name, number % 300 << 17, 64 << 10) for number in range(900)]
     with contextlib.closing(FarStore(saved)) as store:
         store.fetch(ranges, lambda *_: None, memory=1 << 30)
-    assert flights.most > START
+    assert flights.most > FIRST_FAR_READS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems are told apart on Linux")
@@ -186,7 +184,7 @@ def test_reads_go_past_the_page_cache_unless_those_through_it_are_faster(
     past: float, through: float, direct: bool
 ) -> None:
     choice = DirectChoice()
-    for _ in range(far_store.TRIALS):
+    for _ in range(local_store.DIRECT_TRIALS):
         assert choice.direct, "until it is known"
         choice.add(past, through)
     assert choice.direct == direct
@@ -206,7 +204,7 @@ def test_what_the_first_reads_compare_is_read_once(saved: Path, monkeypatch: pyt
     out = bytearray(4 * MIB)
     with LocalStore(saved).readers.using(name, saved / name, False) as reader:
         DirectChoice().read_into(reader, 0, memoryview(out))
-    part = far_store.COMPARED
+    part = local_store.COMPARED_NBYTES
     assert out == data and ways == [(part, False), (part, True), (4 * MIB - 2 * part, False)]
 
 
@@ -223,7 +221,7 @@ def test_what_other_ranks_of_the_host_read_too_goes_through_the_page_cache(
         read(self, offset, out, shared=shared)
 
     monkeypatch.setattr(LocalReader, "read_into", noted)
-    monkeypatch.setattr(far_store, "is_cached", lambda *_: False)
+    monkeypatch.setattr(local_store, "is_cached", lambda *_: False)
     with contextlib.closing(FarStore(saved)) as store:
         store.fetch([(shard.name, n * MIB, MIB) for n in range(8)], lambda *_: None, memory=1 << 30, shared=shared)
     assert (True in ways) and (False in ways) != shared
@@ -256,7 +254,7 @@ def test_checkpoints_go_over_a_real_mount_with_many_reads_in_flight(
     there, here = mount
     tc.save(there / "saved there", tree)
     back = tc.load(here / "saved there")
-    assert np.array_equal(back["w"], tree["w"]) and flights.most >= START
+    assert np.array_equal(back["w"], tree["w"]) and flights.most >= FIRST_FAR_READS
     small = {"w": array(2), "b": np.arange(3)}
     tc.save(here / "saved here", small)
     tc.save_async(here / "saved beside", small).result()

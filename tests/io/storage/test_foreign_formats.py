@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import treeckpt as tc
 from tests.helpers.hfai_parts import write_parts
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[2]

@@ -16,18 +16,23 @@ import treeckpt as tc
 from tests.crash.disks import remount, small_disk
 from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
-from treeckpt._core.format.file_names import damaged_name, deleted_name, lock_name, step_name
+from treeckpt._core.format.files import Owner, Progress, damaged_name, deleted_name, lock_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._core.format.save_progress import Owner, Progress
-from treeckpt._io.storage import index_lock, obstore, progress_file
-from treeckpt._io.storage.index_lock import held_locks, hold_for_repair, hold_lock, index_state, replace_index
-from treeckpt._io.storage.kept_file import LAPSE, Claim
-from treeckpt._io.storage.leftovers import file_facts
-from treeckpt._io.storage.metadata_files import read_index
-from treeckpt._io.storage.process_owner import this_process
-from treeckpt._io.storage.progress_file import ProgressRecorder
-from treeckpt._io.storage.reader_leases import hold_lease
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.process import this_process
+from treeckpt._io.storage import deletions, kept_files, obstore
+from treeckpt._io.storage.checkpoint import read_index
+from treeckpt._io.storage.deletions import (
+    file_facts,
+    held_locks,
+    hold_for_repair,
+    hold_lock,
+    index_state,
+    replace_index,
+    take_index,
+)
+from treeckpt._io.storage.kept_files import LAPSE, Claim, ProgressRecorder, hold_lease
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
@@ -59,7 +64,7 @@ def test_a_save_is_committed_once_the_lock_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_an_endless_deletion_fails_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_lock, "LOCK_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(deletions, "LOCK_WAIT_SECONDS", 0.05)
     file = write_lock(tmp_path, ELSEWHERE)
     with pytest.raises(tc.CheckpointError, match=f"process 1 on another host deletes it.*delete {file.name}"):
         tc.save(tmp_path, {"n": 1})
@@ -211,13 +216,13 @@ def test_an_object_that_was_replaced_since_the_look_is_not_deleted(request: pyte
         return found == b"old"
 
     with pytest.raises(tc.CheckpointExists):
-        store.delete_if("index.json", holds=replaced_after_the_look, limit=99)
+        take_index(store, "aside", holds=replaced_after_the_look)
     assert store.read("index.json", limit=99) == b"new"
     with pytest.raises(tc.CheckpointExists):
-        store.delete_if("index.json", holds=lambda found: found == b"old", limit=99)
-    store.delete_if("index.json", holds=lambda found: True, limit=99)
+        take_index(store, "aside", holds=lambda found: found == b"old")
+    take_index(store, "aside", holds=lambda found: True)
     with pytest.raises(FileNotFoundError):
-        store.delete_if("index.json", holds=lambda found: True, limit=99)
+        take_index(store, "aside", holds=lambda found: True)
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "cut", "lost"])
@@ -230,10 +235,10 @@ def test_a_failed_deletion_on_condition_is_repeated_and_never_sent_without(
         store.publish("index.json", b"old", replace=True)
         s3.rules({"match": "DELETE", "do": fault, "times": times})
         if gone and times == 1:
-            store.delete_if("index.json", holds=lambda found: True, limit=99)
+            take_index(store, "aside", holds=lambda found: True)
         else:
             with pytest.raises(tc.StoreError):
-                store.delete_if("index.json", holds=lambda found: True, limit=99)
+                take_index(store, "aside", holds=lambda found: True)
         log = s3.log()
         s3.rules()
         assert ("index.json" not in store.sizes()) is gone
@@ -245,7 +250,7 @@ def test_a_store_that_refuses_a_deletion_on_condition_is_asked_without(s3: S3) -
     store = s3.store()
     store.publish("index.json", b"old", replace=True)
     s3.rules({"match": "DELETE", "do": "403"})
-    store.delete_if("index.json", holds=lambda found: True, limit=99)
+    take_index(store, "aside", holds=lambda found: True)
     assert "index.json" not in store.sizes()
     assert [bool(row["condition"]) for row in s3.log() if row["method"] == "DELETE"] == [True, False]
 
@@ -357,7 +362,7 @@ def test_a_save_that_was_stopped_for_so_long_that_its_shards_are_gone_is_not_com
 
             super().publish(name, data, replace=replace, check=stopped_behind if name == INDEX_NAME else check)
 
-    monkeypatch.setattr(progress_file, "LAPSE", 0.0)
+    monkeypatch.setattr(kept_files, "LAPSE", 0.0)
     with pytest.raises(tc.CheckpointError, match="took the save for a dead one"):
         tc.save(Stopped(tmp_path), {"n": 1})
     assert INDEX_NAME not in os.listdir(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import descriptors_left, in_child
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._runs.catalog import scan
 from treeckpt._runs.run import RunDirectory
 

@@ -18,12 +18,10 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt._io.storage import mapped_read
-from treeckpt._io.storage.local_read import LocalReader
-from treeckpt._io.storage.mapped_read import MappedReader
+from treeckpt._io.storage import local_files
+from treeckpt._io.storage.local_files import LocalReader, MappedReader, is_cached
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.memory import HUGE
-from treeckpt._io.storage.page_cache import is_cached
-from treeckpt._io.storage.store import LocalStore
 
 PAGE = mmap.PAGESIZE
 NBYTES = 1 << 20
@@ -180,7 +178,7 @@ def test_threads_that_borrow_all_the_time_do_not_starve_who_would_write(file: Pa
 def test_files_of_others_are_not_lent(file: Path, lender: MappedReader) -> None:
     code = f"""
 import os
-from treeckpt._io.storage.mapped_read import MappedReader
+from treeckpt._io.storage.local_files import MappedReader
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.setresuid(65534, 65534, 65534)
 lender = MappedReader(fd)
@@ -276,7 +274,7 @@ def test_a_reader_that_nobody_keeps_stays_open_while_it_lends(file: Path, lender
 
 def test_only_file_systems_whose_files_nobody_else_changes_lend(file: Path, lender: MappedReader) -> None:
     fds = [os.open(path, os.O_RDONLY) for path in (file, "/proc/self/status")]
-    assert [mapped_read.file_system(fd) in mapped_read.LOCAL for fd in (*fds, -1)] == [True, False, False]
+    assert [local_files.file_system(fd) in local_files.LOCAL for fd in (*fds, -1)] == [True, False, False]
     for fd in fds:
         os.close(fd)
 
@@ -329,7 +327,7 @@ class _Noted(LocalStore):
         self.read_names: list[str] = []
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
-        if len(out) >= mapped_read.LEAST_MAPPED:
+        if len(out) >= local_files.LEAST_MAPPED:
             self.read_names.append(name)
         super().read_into(name, offset, out, shared=shared)
 

@@ -21,15 +21,14 @@ from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import BUCKET, MIB, ONCE, QUICK, S3, array, same
 from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, small_tree, whole_tree
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._core.format.shard_header import parse_shard_name
-from treeckpt._io.storage import multipart
+from treeckpt._io.storage import object_store
 from treeckpt._io.storage import object_store as objects_module
 from treeckpt._io.storage.bucket import ObjectListing
 from treeckpt._io.storage.memory import aligned_buffer
-from treeckpt._io.storage.request_depth import RequestDepth
+from treeckpt._io.storage.requests_in_flight import RequestDepth, UploadWindow
 from treeckpt._io.storage.store import DirectoryEntry
-from treeckpt._io.storage.upload_window import UploadWindow
 from treeckpt._runs import catalog
 from treeckpt._runs.run import RunDirectory
 from treeckpt._saving import shard_writer
@@ -63,13 +62,13 @@ def test_a_slow_store_holds_the_save_up_instead_of_filling_memory(monkeypatch: p
                 time.sleep(0.02)
                 taken.append(len(block))
 
-    writer = multipart.MultipartWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
+    writer = object_store.MultipartWriter(Slow(), "key", 20 * MIB)  # pyright: ignore[reportArgumentType]
     ahead: list[int] = []
     for start in range(0, 20 * MIB, MIB):
         writer.write(start, memoryview(bytearray(MIB)))
         ahead.append(start + MIB - sum(taken))
     writer.commit()
-    assert sum(taken) == 20 * MIB and max(ahead) <= (multipart.WAITING + 2) * MIB
+    assert sum(taken) == 20 * MIB and max(ahead) <= (object_store.MAX_QUEUED_BLOCKS + 2) * MIB
 
 
 def test_memory_stays_bounded_whatever_the_size(s3: S3) -> None:
@@ -107,14 +106,14 @@ def test_a_slice_is_read_by_ranged_requests_for_its_bytes_only(s3: S3) -> None:
 
 def test_arrays_that_change_while_they_are_uploaded_fail_the_save(s3: S3, in_parts: None) -> None:
     array_, store = array(12), s3.store()
-    real = multipart.MultipartWriter.write
+    real = object_store.MultipartWriter.write
 
     def write(self: Any, offset: int, data: memoryview) -> None:
         array_[-1] = offset  # as a training that does not wait
         real(self, offset, data)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(tc.CheckpointError, match="stay as they are"):
-        patch.setattr(multipart.MultipartWriter, "write", write)
+        patch.setattr(object_store.MultipartWriter, "write", write)
         tc.save(store, {"w": array_})
     assert not [name for name in store.sizes() if parse_shard_name(name) or name == "index.json"]
     assert b"<Upload>" not in s3.uploads().replace(b"\n", b"")

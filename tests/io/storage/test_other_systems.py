@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.other_systems import run_on
-from treeckpt._io.storage import os_files
-from treeckpt._io.storage.local_read import open_regular
+from treeckpt._io.storage import local_files
+from treeckpt._io.storage.local_files import open_regular
 from treeckpt.errors import CorruptError
 
 
@@ -24,20 +24,20 @@ def test_saves_loads_conversions_and_commands_work_without_what_is_missing(syste
 def test_threads_read_and_write_at_their_own_offsets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing) -> None:
     for name in missing:
         monkeypatch.delattr(os, name)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os_files.BINARY)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | local_files.BINARY)
     blocks = [bytes([number]) * 5000 for number in range(64)]
 
     def there_and_back(number: int) -> bytes:
-        assert os_files.write_at(fd, memoryview(blocks[number]), number * 5000) == 5000
+        assert local_files.write_at(fd, memoryview(blocks[number]), number * 5000) == 5000
         first, second = bytearray(2000), bytearray(3000)
-        assert os_files.read_at(fd, [memoryview(first), memoryview(second)], number * 5000) == 5000
+        assert local_files.read_at(fd, [memoryview(first), memoryview(second)], number * 5000) == 5000
         return bytes(first + second)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(there_and_back, range(64))) == blocks
     behind = [memoryview(bytearray(3000)), memoryview(bytearray(3000)), memoryview(bytearray(3000))]
-    assert os_files.read_at(fd, behind, 64 * 5000 - 4000) == 4000, "the file ends there"
-    assert os_files.read_at(fd, behind, 64 * 5000) == 0
+    assert local_files.read_at(fd, behind, 64 * 5000 - 4000) == 4000, "the file ends there"
+    assert local_files.read_at(fd, behind, 64 * 5000) == 0
     os.close(fd)
 
 
@@ -45,16 +45,16 @@ def test_a_file_is_synced_beyond_the_cache_of_the_device_where_the_system_must_b
     calls: list[object] = []
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync"))
     with open(tmp_path / "file", "wb") as file:
-        os_files.sync_file(file.fileno())
+        local_files.sync_file(file.fileno())
         flushing = SimpleNamespace(F_FULLFSYNC=51, fcntl=lambda fd, command: calls.append(command))
-        monkeypatch.setattr(os_files, "fcntl", flushing)
-        os_files.sync_file(file.fileno())
+        monkeypatch.setattr(local_files, "fcntl", flushing)
+        local_files.sync_file(file.fileno())
 
         def refuse(fd: int, command: int) -> None:
             raise OSError(45, "Operation not supported")
 
         flushing.fcntl = refuse
-        os_files.sync_file(file.fileno())
+        local_files.sync_file(file.fileno())
     assert calls == ["fsync", 51, "fsync"]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from treeckpt._io.storage import page_cache
-from treeckpt._io.storage.page_cache import is_cached
+from treeckpt._io.storage import local_files
+from treeckpt._io.storage.local_files import is_cached
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -21,7 +21,7 @@ PAGES = 64
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the kernel is asked: by cachestat where there is one, or as older ones are."""
     if request.param == "map":
-        monkeypatch.setattr(page_cache, "has_cachestat", False)
+        monkeypatch.setattr(local_files, "has_cachestat", False)
     return request.param
 
 
@@ -71,7 +71,7 @@ def test_a_file_of_somebody_else_is_never_taken_for_cached(file: Path, answers: 
     """The kernel may say that all of it is, to tell nothing: each load would go through the page cache."""
     code = f"""
 import os
-from treeckpt._io.storage import page_cache as residency
+from treeckpt._io.storage import local_files as residency
 residency.has_cachestat &= {answers}
 fd = os.open({str(file)!r}, os.O_RDONLY)
 os.seteuid(65534)

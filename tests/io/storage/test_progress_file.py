@@ -14,12 +14,13 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Hooked, session, until, writer_pid
-from treeckpt._core.format.save_progress import Progress, encode_progress, parse_progress_name, progress_name
+from treeckpt._core.format.files import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._io.comm.comm import SoloComm
-from treeckpt._io.storage import kept_file
-from treeckpt._io.storage.progress_file import read_progress
-from treeckpt._io.storage.store import LocalStore, MemoryStore
+from treeckpt._io.storage import kept_files
+from treeckpt._io.storage.kept_files import read_progress
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
 from treeckpt._runs import catalog
 
 
@@ -100,7 +101,7 @@ def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     called: list[str] = []
-    real = kept_file.replace_file
+    real = kept_files.replace_file
 
     def refuse(store: Any, name: str, data: bytes) -> None:
         called.append(name)
@@ -108,7 +109,7 @@ def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
             raise PermissionError(name)
         real(store, name, data)
 
-    monkeypatch.setattr(kept_file, "replace_file", refuse)
+    monkeypatch.setattr(kept_files, "replace_file", refuse)
     if first:
         with pytest.raises(tc.CheckpointError, match="PermissionError"):
             tc.save(Slow(tmp_path), TREE)
@@ -130,7 +131,9 @@ def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> Non
 
 def left_over(path: Path, save_id: str = "0123456789abcdef") -> str:
     name = progress_name(3, save_id)
-    kept_file.replace_file(LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2)))
+    kept_files.replace_file(
+        LocalStore(path), name, encode_progress(Progress(save_id, 3, 8, None, "write", 5, 10, 1, 2))
+    )
     return name
 
 

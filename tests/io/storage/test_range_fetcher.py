@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from treeckpt._io.storage.bucket import FetchFailure, RangeResponse
-from treeckpt._io.storage.range_fetcher import HEDGED, RangeFetcher, RequestTimes
+from treeckpt._io.storage.requests_in_flight import HEDGED, RangeFetcher, RequestTimes
 
 RANGES = [("file", 10 * n, 10) for n in range(100)]
 

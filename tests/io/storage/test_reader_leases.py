@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 import treeckpt as tc
-from treeckpt._core.format.file_names import lease_name
-from treeckpt._io.storage import kept_file, leftovers, reader_leases
-from treeckpt._io.storage.process_owner import this_process
-from treeckpt._io.storage.reader_leases import has_readers, hold_lease, read_lease
+from treeckpt._core.format.files import lease_name
+from treeckpt._io.process import this_process
+from treeckpt._io.storage import deletions, kept_files
+from treeckpt._io.storage.kept_files import has_readers, hold_lease, read_lease
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
@@ -43,16 +43,16 @@ def test_a_lease_of_this_process_is_held_until_its_reader_ends(folder: Store) ->
 def test_a_lease_that_is_being_deleted_is_no_leftover(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease in a bucket is deleted by a thread, for which neither a reader nor a clean-up waits."""
     asked, deleted = threading.Event(), threading.Event()
-    delete = kept_file.KeptFile._delete
+    delete = kept_files.KeptFile._delete
 
-    def late(self: kept_file.KeptFile, pauses: Iterable[float]) -> bool:
+    def late(self: kept_files.KeptFile, pauses: Iterable[float]) -> bool:
         asked.set()
         if folder.url.startswith(("s3:", "memory:")):
             deleted.wait(60)
         return delete(self, pauses)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kept_file.KeptFile, "_delete", late)
+        patch.setattr(kept_files.KeptFile, "_delete", late)
         with hold_lease(folder):
             pass
         assert asked.wait(60)
@@ -66,13 +66,13 @@ def test_a_lease_deleted_since_it_was_listed_is_neither_held_nor_a_leftover(
 ) -> None:
     folder.publish(NAME, msgspec.json.encode(this_process()), replace=True)
     run = RunDirectory(folder.url.rpartition("/")[0])
-    read = leftovers.read_lease
+    read = deletions.read_lease
 
     def deleted(store: Store, name: str) -> Any:
         store.delete(name)
         return read(store, name)
 
-    for module in (leftovers, reader_leases):
+    for module in (deletions, kept_files):
         monkeypatch.setattr(module, "read_lease", deleted)
     assert not run.clean([Last(1)]).removed
     folder.publish(NAME, msgspec.json.encode(this_process()), replace=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import treeckpt as tc
-from treeckpt._io.storage.request_depth import MAX_REQUESTS, RequestDepth, first_depth
-from treeckpt._io.storage.upload_window import UploadWindow
+from treeckpt._io.storage.requests_in_flight import MAX_REQUESTS, RequestDepth, UploadWindow, first_depth
 
 
 def rated(depth: RequestDepth, rate: Callable[[int], float], windows: int) -> list[int]:

@@ -14,7 +14,7 @@ from tests.helpers.background import session
 from tests.helpers.s3 import PAGE, QUICK, S3, array, same
 from tests.helpers.world import assert_equal, small_tree, whole_tree
 from treeckpt._cli.main import main
-from treeckpt._core.format.file_names import step_name
+from treeckpt._core.format.files import step_name
 from treeckpt._io.comm.comm import SoloComm
 from treeckpt._io.storage.object_store import open_bucket
 from treeckpt._runs.run import RunDirectory

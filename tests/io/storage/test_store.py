@@ -12,18 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import treeckpt as tc
 from tests.helpers.background import files_open
 from tests.helpers.s3 import S3
-from treeckpt._io.storage import local_write
-from treeckpt._io.storage import store as store_module
-from treeckpt._io.storage.far_store import FarStore
-from treeckpt._io.storage.local_read import LocalReader
+from treeckpt._io.storage import local_files, local_store
+from treeckpt._io.storage.local_files import LocalReader
+from treeckpt._io.storage.local_store import FarStore, LocalStore
 from treeckpt._io.storage.memory import aligned_buffer
 from treeckpt._io.storage.open import open_store
-from treeckpt._io.storage.store import LocalStore, MemoryStore, Store
+from treeckpt._io.storage.store import DirectoryEntry, MemoryStore, Store
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt.testing import StoreSuite, write_file
 
@@ -39,6 +39,19 @@ class TestMemoryStore(StoreSuite):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         yield MemoryStore()
+
+
+class _Undated(MemoryStore):
+    """A store that does not know when its files were written."""
+
+    def entries(self) -> dict[str, DirectoryEntry]:
+        return {name: msgspec.structs.replace(entry, modified_ns=0) for name, entry in super().entries().items()}
+
+
+class TestStoreWithoutTimes(StoreSuite):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        yield _Undated()
 
 
 class TestLocalStore(StoreSuite):
@@ -145,14 +158,9 @@ class TestLocalStoreBuffered(StoreSuite):
 
     @pytest.fixture(params=["at open", "at first use"])
     def store(self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        from treeckpt._io.storage import local_read as reader_module
-        from treeckpt._io.storage import os_files
-
         fake = _NoDirect(at_open=request.param == "at open")
-        monkeypatch.setattr(store_module, "os", fake)
-        monkeypatch.setattr(local_write, "os", fake)
-        monkeypatch.setattr(reader_module, "os", fake)
-        monkeypatch.setattr(os_files, "os", fake)
+        monkeypatch.setattr(local_store, "os", fake)
+        monkeypatch.setattr(local_files, "os", fake)
         store = LocalStore(tmp_path / "buffered")
         yield store
         store.close()
@@ -160,7 +168,7 @@ class TestLocalStoreBuffered(StoreSuite):
     def test_the_fallback_is_what_was_tested(self, store: Store) -> None:
         store.prepare()
         write_file(store, "a", pattern(5000))
-        assert store_module.os.refused > 0  # pyright: ignore[reportAttributeAccessIssue]
+        assert local_store.os.refused > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # what only the local store can meet -----------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_each_directory_is_durable_before_anything_is_made_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Path, int]] = []
-    monkeypatch.setattr(local_write, "sync_directory", lambda path: seen.append((path, len(list(tmp_path.rglob("*"))))))
+    monkeypatch.setattr(local_files, "sync_directory", lambda path: seen.append((path, len(list(tmp_path.rglob("*"))))))
     LocalStore(tmp_path / "a" / "b").prepare()
     assert seen == [(tmp_path.parent, 0), (tmp_path, 1), (tmp_path / "a", 2)]
     seen.clear()

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.background import until
-from treeckpt._io.storage import upload_window
+from treeckpt._io.storage import requests_in_flight
 from treeckpt._io.storage.obstore import MAX_PARTS, PART, PARTS, part_nbytes
-from treeckpt._io.storage.request_depth import START, RequestDepth, first_depth
-from treeckpt._io.storage.upload_window import NEAR_PER_CPU, UploadWindow
+from treeckpt._io.storage.requests_in_flight import NEAR_PER_CPU, START, RequestDepth, UploadWindow, first_depth
 
 MIB = 1 << 20
 
@@ -103,7 +102,7 @@ def test_parts_that_take_far_longer_than_the_fastest_halve_what_is_in_flight(
 ) -> None:
     window, now = UploadWindow(), 100.0
     window.depth = RequestDepth(64)
-    monkeypatch.setattr(upload_window, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(requests_in_flight, "time", SimpleNamespace(monotonic=lambda: now))
     window.depth.restart(now)
     for taken in seconds:
         sent = 100.0 if taken > 0 else now

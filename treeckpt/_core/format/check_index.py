@@ -19,19 +19,22 @@ from ..sharding.placements import BoxLayout, Layout, StridedShard, check_placeme
 from ..sharding.region import MAX_NDIM, is_c_order
 from ..text import count_text
 from ..tree.spec import BLOB_KINDS, ArraySpec
-from .chunks import BoxChunks, GridChunks, NoChunks, WholeChunk
+from .files import are_sound
 from .records import (
     AliasRecord,
     ArrayRecord,
     BlobRecord,
+    BoxChunks,
+    GridChunks,
     Index,
+    NoChunks,
     PerRankArrays,
     PerRankBlobs,
     PerRankValues,
     ValueRecord,
+    WholeChunk,
 )
 from .shard_header import MAX_HEADER, MAX_NBYTES, MAX_WORLD, SAVE_ID, padded_nbytes
-from .sidecars import are_sound
 
 MAX_FILES = 1 << 20
 """Rows of the table of files, which are expanded when the checkpoint is read."""
@@ -63,7 +66,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
         raise FormatError(name, expected="a time in nanoseconds", found="a number of more than 62 bits")
     if index.lineage is not None and not index.lineage.is_sound():
         raise FormatError(name, expected="a place in the run", found=f"{index.lineage!r:.80}")
-    if not are_sound(index.sidecars):
+    if index.sidecars and not are_sound(index.sidecars):
         raise FormatError(name, expected="names, sizes and checksums of sidecar files", found=f"{index.sidecars!r:.80}")
     _check_files(index, name, manifest)
     for spec in index.specs:

@@ -3,12 +3,18 @@
 Leaves are in the order of the tree's structure. No file name is stored: names follow from the save id, so that none can
 point to another file. The start of a chunk in its rank's stream of data bytes determines which of the rank's files
 holds it.
+
+The chunks of an array are stored as one chunk, a grid of cuts, or a list of boxes, with columns of writing ranks and of
+starts that are run-length coded. Only `encode_chunks` chooses the form, the smallest one, so that a plan and the
+headers of the shards give equal records. `chunks_in` finds the chunks of a region, or of a rank, without expanding the
+others.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,17 +24,182 @@ import numpy as np
 from ...errors import FormatError, MismatchError
 from ..html import el, facts, joined, table
 from ..planning.load_plan import Chunk
+from ..planning.rank_trees import GlobalTree, LeafSpec
+from ..planning.save_plan import BoxOwners, ChunkOffsets, GridOwners, SingleChunkOffset, grid_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
-from ..sharding.placements import Layout
+from ..sharding.placements import Layout, MeshLayout
 from ..sharding.region import Region
 from ..text import bytes_text, count_text, shape_text
-from ..tree.spec import ArraySpec, StridedView, TableSpec
+from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView, TableSpec
 from ..tree.structure import Structure, paths_of, tables_of
 from ..tree.value_codec import Value, decode_value
-from .chunks import Chunks, WholeChunk, chunks_in, count_chunks
+from .files import Sidecar
 from .lineage import Lineage
 from .shard_header import shard_name
-from .sidecars import Sidecar
+
+
+class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
+    """One chunk that holds the whole array."""
+
+    rank: int
+    start: int
+
+
+class GridChunks(msgspec.Struct, frozen=True, tag="g", array_like=True):
+    """A grid: `cuts[d]` are the borders along dimension d, with 0 and the size; columns are in row-major order."""
+
+    cuts: tuple[Runs, ...]
+    rank: Runs
+    start: Runs
+
+
+class BoxChunks(msgspec.Struct, frozen=True, tag="b", array_like=True):
+    """A list of boxes: one column for each dimension of the offsets and of the shapes."""
+
+    offset: tuple[Runs, ...]
+    shape: tuple[Runs, ...]
+    rank: Runs
+    start: Runs
+
+
+class NoChunks(msgspec.Struct, frozen=True, tag="n", array_like=True):
+    """Not placed yet: in the manifest, which the coordinator's shard holds."""
+
+
+class DeferredChunks(NoChunks, frozen=True):
+    """Chunks whose places are found when they are first asked for; in memory only, never in a file."""
+
+    find: Any = None
+    """Takes a region, or None for all; returns the chunks that share an element with it."""
+    count: int = 0
+
+
+Chunks = WholeChunk | GridChunks | BoxChunks | NoChunks
+
+
+def chunks_in(
+    chunks: Chunks, shape: tuple[int, ...], region: Region | None = None, *, rank: int | None = None
+) -> list[Chunk]:
+    """Returns the chunks of an array of `shape`.
+
+    Args:
+        region: keeps only the chunks that share an element with it.
+        rank: keeps only the chunks that this rank wrote; used without `region`.
+    """
+    if isinstance(chunks, WholeChunk):
+        wanted = rank is None or rank == chunks.rank
+        return [Chunk(Region.whole(shape), chunks.rank, chunks.start)] if wanted else []
+    if isinstance(chunks, DeferredChunks):
+        return [chunk for chunk in chunks.find(region) if rank in (None, chunk.rank)]
+    if isinstance(chunks, NoChunks):
+        return []
+    written = None if rank is None else np.flatnonzero(decode_runs(chunks.rank) == rank)
+    if written is not None and not len(written):
+        return []
+    if isinstance(chunks, GridChunks):
+        return _grid_chunks(chunks, region, written)
+    return _box_chunks(chunks, region, written)
+
+
+def count_chunks(chunks: Chunks) -> int:
+    """Counts the chunks of an array without building them."""
+    if isinstance(chunks, WholeChunk):
+        return 1
+    if isinstance(chunks, GridChunks):
+        return math.prod(length_of(cut) - 1 for cut in chunks.cuts)
+    if isinstance(chunks, DeferredChunks):
+        return chunks.count
+    return length_of(chunks.rank) if isinstance(chunks, BoxChunks) else 0
+
+
+def _grid_chunks(chunks: GridChunks, region: Region | None, cells: np.ndarray | None) -> list[Chunk]:
+    """Returns the chunks of the given cells, or of those that share an element with `region`."""
+    cuts = [decode_runs(c) for c in chunks.cuts]
+    counts = [len(c) - 1 for c in cuts]
+    if cells is None:
+        cells = np.zeros(1, np.int64)
+        for d, cut in enumerate(cuts):
+            first, last = 0, counts[d]
+            if region is not None:
+                first = max(int(np.searchsorted(cut, region.offset[d], side="right")) - 1, 0)
+                last = min(int(np.searchsorted(cut, region.offset[d] + region.shape[d], side="left")), last)
+            cells = (cells[:, None] * counts[d] + np.arange(first, last)).reshape(-1)
+    total = math.prod(counts)
+    ranks, starts = _lookup(chunks.rank, cells, total), _lookup(chunks.start, cells, total)
+    bounds = [c.tolist() for c in cuts]
+    found: list[Chunk] = []
+    for cell, rank, start in zip(cells.tolist(), ranks, starts, strict=True):
+        offset: list[int] = []
+        shape: list[int] = []
+        for d in reversed(range(len(cuts))):
+            cell, i = divmod(cell, counts[d])
+            offset.append(bounds[d][i])
+            shape.append(bounds[d][i + 1] - bounds[d][i])
+        found.append(Chunk(Region(tuple(reversed(offset)), tuple(reversed(shape))), rank, start))
+    return found
+
+
+def _lookup(runs: Runs, cells: np.ndarray, total: int) -> list[int]:
+    # single lookups take about (8 + runs) steps each, expanding the column about one step for each number
+    if len(cells) * (8 + len(runs)) < total:
+        return [value_at(runs, cell) for cell in cells.tolist()]
+    return decode_runs(runs)[cells].tolist()
+
+
+def _box_chunks(chunks: BoxChunks, region: Region | None, rows: np.ndarray | None) -> list[Chunk]:
+    """Returns the chunks of the given rows, or of those that share an element with `region`."""
+    ranks, starts = decode_runs(chunks.rank), decode_runs(chunks.start)
+    offsets = np.stack([decode_runs(c) for c in chunks.offset], 1) if chunks.offset else np.empty((len(ranks), 0), int)
+    shapes = np.stack([decode_runs(c) for c in chunks.shape], 1) if chunks.shape else offsets
+    keep = np.arange(len(ranks)) if rows is None else rows
+    if region is not None:
+        low, high = np.array(region.offset), np.array(region.stop)
+        keep = np.flatnonzero(((offsets < high) & (offsets + shapes > low)).all(1))
+    columns = (column[keep].tolist() for column in (offsets, shapes, ranks, starts))
+    return [Chunk(Region(tuple(o), tuple(s)), r, a) for o, s, r, a in zip(*columns, strict=True)]
+
+
+def encode_chunks(shape: tuple[int, ...], placed: ChunkOffsets | SingleChunkOffset) -> Chunks:
+    """Encodes an array's chunks: as one chunk, as a grid where the regions form one, else as boxes."""
+    if isinstance(placed, SingleChunkOffset):
+        return WholeChunk(placed.rank, placed.start)
+    owners, starts = placed.owners, placed.starts
+    if isinstance(owners, BoxOwners):
+        pieces = owners.pieces
+        if len(pieces) == 1 and pieces[0][1].is_whole(shape):
+            return WholeChunk(pieces[0][0], int(starts[0]))
+        offsets = np.array([region.offset for _, region in pieces], np.int64)
+        shapes = np.array([region.shape for _, region in pieces], np.int64)
+        return encode_boxes(shape, offsets, shapes, np.array([rank for rank, _ in pieces], np.int64), starts)
+    return _encode_grid(shape, owners, starts)
+
+
+def encode_boxes(
+    shape: tuple[int, ...], offsets: np.ndarray, shapes: np.ndarray, ranks: np.ndarray, starts: np.ndarray
+) -> Chunks:
+    """Encodes disjoint boxes, sorted by offset: as a grid where they form one.
+
+    Args:
+        offsets, shapes: int64[n, ndim].
+        ranks, starts: int64[n].
+    """
+    grid = grid_of(shape, offsets, offsets + shapes) if shape and len(offsets) else None
+    if grid is not None:
+        return _encode_grid(shape, GridOwners(tuple(grid[0]), tuple(grid[1]), ranks), starts)
+    return BoxChunks(
+        tuple(encode_runs(column) for column in offsets.T),
+        tuple(encode_runs(column) for column in shapes.T),
+        encode_runs(ranks),
+        encode_runs(starts),
+    )
+
+
+def _encode_grid(shape: tuple[int, ...], owners: GridOwners, starts: np.ndarray) -> Chunks:
+    if len(owners.ranks) == 1:
+        return WholeChunk(int(owners.ranks[0]), int(starts[0]))
+    cuts = tuple(encode_runs(np.append(first, size)) for first, size in zip(owners.starts, shape, strict=True))
+    return GridChunks(cuts, encode_runs(owners.ranks), encode_runs(starts))
+
 
 NOTEBOOK_ROWS = 12
 """Arrays that the index shows in a notebook."""
@@ -349,3 +520,91 @@ def file_table(rows: Iterable[tuple[int, int, int, int, int]]) -> FileTable:
     """Builds the table from rows (rank, part, stream, nbytes, header) in any order."""
     table = np.array(sorted(rows), np.int64).reshape(-1, 5)
     return FileTable(*(encode_runs(column) for column in table.T))
+
+
+PerRankKey = tuple[str, int]
+"""(path with `~rank*`, rank)."""
+
+
+def build_index(
+    tree: GlobalTree,
+    placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None,
+    files: FileTable,
+    *,
+    values: Mapping[str, Value],
+    own_values: Mapping[PerRankKey, Value],
+    save_id: str,
+    step: int | None,
+    created_ns: int,
+    metadata: Mapping[str, Value],
+    lineage: Lineage | None = None,
+) -> Index:
+    """Builds the index.
+
+    Args:
+        placed: the chunks of each array by leaf number; None gives the manifest, an index before placement.
+        values: values of the leaves that ranks share, by path.
+        own_values: values of the leaves under `PerRank`, by path and rank.
+    """
+    specs: dict[ArraySpec, int] = {}
+    layouts: dict[MeshLayout, int] = {}
+    numbers = {leaf.path: n for n, leaf in enumerate(tree.leaves) if leaf.per_rank is None}
+    # most leaves share the same spec and layout objects: records are found by identity, without hashing
+    blanks: dict[tuple[int, int], ArrayRecord] = {}
+    records: list[LeafRecord] = []
+    for n, leaf in enumerate(tree.leaves):
+        if leaf.spec is None:
+            records.append(_value_record(leaf, values, own_values))
+        elif leaf.alias_of is not None:
+            base = _alias_base(tree, numbers, n, leaf)
+            records.append(AliasRecord(specs.setdefault(leaf.spec, len(specs)), base, leaf.view))
+        elif leaf.per_rank is not None:
+            at = placed[n] if placed is not None else None
+            starts = encode_runs(at.starts) if isinstance(at, ChunkOffsets) else ()
+            records.append(_record_type(leaf.spec)[1](specs.setdefault(leaf.spec, len(specs)), starts))
+        else:
+            blank = blanks.get((id(leaf.spec), id(leaf.layout)))
+            if blank is None:
+                mesh = leaf.layout if isinstance(leaf.layout, MeshLayout) else None
+                layout = -1 if mesh is None else layouts.setdefault(mesh, len(layouts))
+                blank = _record_type(leaf.spec)[0](specs.setdefault(leaf.spec, len(specs)), layout, NoChunks())
+                blanks[id(leaf.spec), id(leaf.layout)] = blank
+            if placed is not None:
+                blank = type(blank)(blank.spec, blank.layout, encode_chunks(leaf.spec.shape, placed[n]))
+            records.append(blank)
+    return Index(
+        save_id=save_id,
+        step=step,
+        created_ns=created_ns,
+        world=tree.world,
+        structure=tree.structure,
+        specs=tuple(specs),
+        layouts=tuple(layouts),
+        leaves=tuple(records),
+        files=files,
+        metadata=dict(metadata),
+        lineage=lineage,
+    )
+
+
+def _record_type(spec: ArraySpec) -> tuple[type[ArrayRecord], type[PerRankArrays]]:
+    """Returns the classes of the records of what is stored by such a spec: of all ranks, and of each rank."""
+    return (BlobRecord, PerRankBlobs) if spec.kind in BLOB_KINDS else (ArrayRecord, PerRankArrays)
+
+
+def _value_record(leaf: LeafSpec, values: Mapping[str, Value], own_values: Mapping[PerRankKey, Value]) -> LeafRecord:
+    if leaf.per_rank is None:
+        return ValueRecord(values[leaf.path])
+    ranks: list[int] = decode_runs(leaf.per_rank).tolist()
+    return PerRankValues(tuple(own_values[leaf.path, rank] for rank in ranks))
+
+
+def _alias_base(tree: GlobalTree, numbers: Mapping[str, int], number: int, leaf: LeafSpec) -> int:
+    """Returns the number of the array whose storage a leaf shares; under `PerRank`, of the same group of ranks."""
+    assert leaf.alias_of is not None, "called for aliases only"
+    if leaf.per_rank is None:
+        return numbers[leaf.alias_of]
+    return min(
+        (n for n, other in enumerate(tree.leaves) if other.path == leaf.alias_of and other.per_rank == leaf.per_rank),
+        key=lambda n: abs(n - number),
+    )

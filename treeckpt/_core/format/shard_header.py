@@ -6,7 +6,7 @@ An entry is named by its leaf's path, plus `@<offset>` when it is not the whole 
 safetensors demands) holds the format version, the save id, rank and part, the global shape of partial entries, the
 names of dtypes that safetensors lacks, and the xxh3-64 of every block of the data area. Its first field is a seal, the
 xxh3-64 of the header itself with the seal's digits as zeros. The size of a header does not depend on the checksums, so
-the data can be written first and hashed while it is written.
+the data can be written first and hashed while it is written. Other documents have such a seal too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from ...errors import CorruptError, FormatError, TreeckptError
+from ...errors import CorruptError, FormatError, TreeckptError, visible
 from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
-from .seals import check_seal, sealed
 
 VERSION = 1
 BLOCK = 256 << 10
@@ -38,6 +37,9 @@ MAX_NBYTES = 1 << 62
 """More bytes than any array or rank has. The sum of two such numbers fits an int64."""
 SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _SEAL = b'"seal":"'
+_RESTORE = "The file was changed after it was written; restore it from a copy"
+SEAL_WITHIN = 256
+"""Bytes at the start of a document in which the seal must begin."""
 _HASHES = b'"hashes":"'
 _ZEROS = b"0" * 16
 _NAME = re.compile(r"shard-([0-9]{5,9})(?:\.([0-9]{3,9}))?-of-([0-9]{5,9})\.([0-9a-f]{16})\.safetensors")
@@ -422,3 +424,48 @@ def _check_entries(header: ShardHeader, name: str) -> None:
             expected=f"checksums of {at} bytes in blocks",
             found=f"{len(header.hashes)} of blocks of {header.block}",
         )
+
+
+# seals ----------------------------------------------------------------------------------------------------------------
+
+
+def sealed(document: bytes) -> bytes:
+    """Returns the JSON document with its first `"seal":"0000000000000000"` filled in."""
+    at = document.index(_SEAL) + len(_SEAL)
+    digest = f"{xxhash.xxh3_64_intdigest(document):016x}".encode()
+    return document[:at] + digest + document[at + 16 :]
+
+
+def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
+    """Refuses a document whose seal is not its checksum.
+
+    Raises:
+        CorruptError: naming the file.
+    """
+    data = memoryview(document)
+    at = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
+    if at < len(_SEAL):
+        raise CorruptError(
+            name, expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}", hint=hint
+        )
+    stored = bytes(data[at : at + 16])
+    state = xxhash.xxh3_64()
+    for part in (data[:at], _ZEROS, data[at + 16 :]):
+        state.update(part)  # pyright: ignore[reportArgumentType] (a memoryview is a buffer)
+    actual = f"{state.intdigest():016x}".encode()
+    if stored != actual:
+        expected, found = (visible(seal.decode("ascii", "backslashreplace")) for seal in (stored, actual))
+        raise CorruptError(name, expected=f"seal {expected}", found=f"{found} for bytes 0:{len(data)}", hint=hint)
+
+
+def check_no_zeros(part: bytes | bytearray, at: int, name: str) -> None:
+    """Refuses a part of a document that contains a zero byte: a hole of a sparse file reads as zeros.
+
+    Args:
+        at: offset of `part` in the document, for errors.
+
+    Raises:
+        CorruptError: naming the file.
+    """
+    if (zero := part.find(0)) >= 0:
+        raise CorruptError(name, expected="a document of text", found=f"a zero at byte {at + zero}", hint=_RESTORE)

@@ -13,8 +13,7 @@ import msgspec
 
 from ...errors import FormatError
 from ..sharding.int_runs import Runs, check_runs, length_of
-from .seals import check_seal, sealed
-from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID
+from .shard_header import MAX_NBYTES, MAX_WORLD, SAVE_ID, check_seal, sealed
 
 VERSION = 1
 BLOCKING = "blocking"

@@ -1,10 +1,13 @@
 """Containers, one at a time: which classes are containers, their children, and how their structure node is built.
 
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
-defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`,
-mapping classes of other libraries (`_core.tree.mappings`), and every class registered with optree; but no instance of a
-class with `state_dict` and `load_state_dict`, which is saved by its state.
+defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`, mapping
+classes of other libraries (subclasses of dict, OrderedDict and UserDict, as transformers' ModelOutput), and every class
+registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which is saved by its state.
 Everything else is a leaf.
+
+Items and attributes of a mapping class are read from, and put into, an instance's storage. Nothing of its class is
+called, neither at save nor at load. Attributes are those that are also items of the same name, and plain values.
 
 optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for
 dataclasses that are not registered, fields of struct sequences that are not items, or errors that name the path.
@@ -20,7 +23,7 @@ import collections
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
@@ -29,9 +32,8 @@ import optree
 
 from ...errors import TreeError
 from ..sharding.int_runs import encode_runs
-from .dict_attributes import encode_attributes
+from .dict_attributes import METADATA, encode_attributes
 from .keyed_table import KeyedTable, columns_of
-from .mappings import mapping_state
 from .structure import (
     TABLE_KEYS,
     AbsentNode,
@@ -306,3 +308,116 @@ def new_instance(kind: type, fields: Sequence[str], children: Sequence[object]) 
     for field, child in zip(fields, children, strict=True):
         object.__setattr__(instance, field, child)
     return instance
+
+
+# mapping classes of other libraries ----------------------------------------------------------------------------------
+MARK = "treeckpt mapping"
+"""The first item of the auxiliary data of nodes of such classes; the names of attributes and their values follow."""
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that Python code defines; those of C can have a state that only they know."""
+
+
+@lru_cache(maxsize=1024)
+def mapping_base(kind: type) -> Any:
+    """Returns the class that stores the items of a mapping class: dict, OrderedDict or UserDict; None for others."""
+    bases: tuple[type, ...] = (collections.OrderedDict, dict, collections.UserDict)
+    base = next((base for base in bases if issubclass(kind, base)), None)
+    if base is None or kind in (dict, collections.OrderedDict, collections.Counter):
+        return None
+    for one in type.__getattribute__(kind, "__mro__"):
+        names = type.__getattribute__(one, "__dict__")
+        if "__treeckpt_leaf__" in names or names.get("__slots__"):
+            return None
+        if one not in (object, dict, collections.OrderedDict) and not one.__flags__ & _HEAP_TYPE:
+            return None
+    return None if "<locals>" in type_name(kind) else base
+
+
+def mapping_state(tree: Any, path: str) -> tuple[dict[Any, Any], tuple[object, ...]] | None:
+    """Returns the items of an instance of a mapping class, and its other state as plain data; None for all else."""
+    base = mapping_base(type(tree))
+    if base is None:
+        return None
+    attributes: dict[str, Any] = dict(object.__getattribute__(tree, "__dict__"))
+    items = attributes.pop("data", None) if base is collections.UserDict else dict(base.items(tree))
+    if type(items) is not dict:
+        return None
+    both = tuple(name for name, value in attributes.items() if name in items and items[name] is value)
+    others = {name: value for name, value in attributes.items() if name not in both}
+    try:
+        encode_value(others, path)
+    except TreeError:
+        return None
+    return items, (MARK, both, others)
+
+
+def new_mapping(kind: type, state: Any, keys: Sequence[object], children: Sequence[object]) -> object:
+    """Returns an instance of a mapping class.
+
+    Args:
+        state: as `mapping_state` returned it.
+
+    Raises:
+        TypeError, ValueError, KeyError: the class is no mapping class, or the state is not one of it.
+    """
+    base = mapping_base(kind)
+    _, both, others = state
+    if base is None or not all(type(name) is str for name in (*both, *others)):
+        raise TypeError("no subclass of dict or UserDict whose state is its items and attributes")
+    items = dict(zip(keys, children, strict=True))
+    made = object.__new__(kind) if base is collections.UserDict else base.__new__(kind)
+    attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
+    attributes.update(others)
+    attributes.update((name, items[name]) for name in both)
+    if base is collections.UserDict:
+        attributes["data"] = items
+        return made
+    for key, child in items.items():
+        base.__setitem__(made, key, child)
+    return made
+
+
+def set_item(tree: Any, key: Any, child: object) -> None:
+    """Replaces an item of an instance of a mapping class, and the attribute of the same name that is the item."""
+    base, attributes = mapping_base(type(tree)), object.__getattribute__(tree, "__dict__")
+    items = attributes["data"] if base is collections.UserDict else tree
+    setter = dict if base is collections.UserDict else base
+    if type(key) is str and key in attributes and attributes[key] is setter.__getitem__(items, key):
+        attributes[key] = child
+    setter.__setitem__(items, key, child)
+
+
+# the states of objects inside of states ------------------------------------------------------------------------------
+class ObjectState(dict[Any, Any]):
+    """The state of an object that stands inside the state of another object, with its class (`package.module:Class`).
+
+    An object whose `state_dict()` returns further objects (a scheduler that keeps another in an attribute) is saved
+    with their states in their places. The class tells such a state from a dict, so that a restore finds the object of
+    each. In a structure it is a mapping class.
+    """
+
+    of: str
+    """The class of the object."""
+    versions: dict[Any, Any]
+    """Those of a module's submodules; empty for all other objects."""
+
+    @classmethod
+    def from_object(cls, owner: object, state: Mapping[Any, Any]) -> ObjectState:
+        """Returns the state of an object as one inside another state."""
+        found = cls(state)
+        found.of, found.versions = type_name(type(owner)), dict(getattr(state, METADATA, {}))
+        return found
+
+    def with_items(self, items: Mapping[Any, Any]) -> ObjectState:
+        """Returns a state of the same object with other items."""
+        found = type(self)(items)
+        vars(found).update(vars(self))
+        return found
+
+    def as_state_dict(self) -> dict[Any, Any]:
+        """Returns the state as `load_state_dict` of its object takes it."""
+        if not self.versions:
+            return dict(self)
+        found = collections.OrderedDict(self)
+        setattr(found, METADATA, collections.OrderedDict(self.versions))
+        return found

@@ -22,8 +22,14 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ...errors import MismatchError, RankError, TreeckptError
-from .fanout import group_sizes_for, is_leader
-from .message_store import ThreadMessageStore, TorchMessageStore, connect_to_leader, serve_leader_store
+from .message_store import (
+    ThreadMessageStore,
+    TorchMessageStore,
+    connect_to_leader,
+    group_sizes_for,
+    is_leader,
+    serve_leader_store,
+)
 
 T = TypeVar("T")
 TIMEOUT = 600.0
@@ -133,7 +139,7 @@ class HierarchicalComm(Comm, Protocol):
     """A comm in which ranks may exchange messages through leaders of groups."""
 
     group_sizes: tuple[int, ...]
-    """Sizes of the nested groups (`fanout`); empty where every rank exchanges messages with rank 0."""
+    """Sizes of the nested groups (`message_store`); empty where every rank exchanges messages with rank 0."""
 
     def leader_store(self, leader: int) -> MessageStore:
         """Returns the store that a leader serves for the ranks of its group.
@@ -281,7 +287,8 @@ class TorchComm:
         timeout: seconds.
         prefix: of all keys, which keeps several comms on one store apart.
         members: the global rank of each rank, where the comm has only some ranks of the default group.
-        group_sizes: of the nested groups whose leaders pass messages on (`fanout`); by default by the world size.
+        group_sizes: of the nested groups whose leaders pass messages on (`message_store`); by default those for
+            the size.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ ended. From this state a rank finds the round that its call belongs to, so that 
 - A rank that sends nothing within the time limit is lost: it is named in `lost`, and not waited for again.
 
 A rank may be interrupted at any point of a call, and call again. It notes that it has *abandoned* the round
-(`_io.comm.abandoned`), and who waits for a message looks for such notes now and then. These hold then:
+(`_io.comm.waiting`), and who waits for a message looks for such notes now and then. These hold then:
 
 1. Numbers only rise. Rank 0 opens no number twice, and no rank is in a round that it has abandoned.
 2. A rank notes that it has abandoned a round before it joins a later one, at the latest when it begins to.
@@ -24,10 +24,10 @@ A rank may be interrupted at any point of a call, and call again. It notes that 
 5. Nobody waits for a rank whose note says that it will not send or read the message. The note that a process has ended
    counts when the rank has not joined a round for `RETURN_TIMEOUT`: a handler of atexit may still make a call.
 
-In a large world (`_io.comm.fanout`) not all ranks exchange messages with rank 0: a leader gathers the messages of the
-ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of its own.
-A leader that falls silent is lost, and the ranks below it are cut off: nothing is known of them, so they are not named,
-and they read rank 0's message from rank 0's own store.
+In a large world (`_io.comm.message_store`) not all ranks exchange messages with rank 0: a leader gathers the messages
+of the ranks below it and passes them on as one, and it passes rank 0's messages down, each through a message store of
+its own. A leader that falls silent is lost, and the ranks below it are cut off: nothing is known of them, so they are
+not named, and they read rank 0's message from rank 0's own store.
 
 `branch` starts messages under a name that only the ranks of one round know. A branch may continue in the background
 while later numbered rounds are opened and closed.
@@ -45,11 +45,23 @@ import msgspec
 
 from ..._core.format.decoding import decode_msgpack
 from ...errors import RankError
-from .abandoned import KEPT_NOTES, abandon_round, ended_ranks, is_abandoned, join_rounds, leave_rounds, reasons_of
+from ..process import TERMINATION
 from .comm import Comm, HierarchicalComm, MessageStore
-from .fanout import bundle, children_of, is_leader, parent_of, unbundle
-from .termination import TERMINATION
-from .waiting import WATCH_INTERVAL, log_waiting, send_heartbeats, silence_text, wait_for
+from .message_store import bundle, children_of, is_leader, parent_of, unbundle
+from .waiting import (
+    KEPT_NOTES,
+    WATCH_INTERVAL,
+    abandon_round,
+    ended_ranks,
+    is_abandoned,
+    join_rounds,
+    leave_rounds,
+    log_waiting,
+    reasons_of,
+    send_heartbeats,
+    silence_text,
+    wait_for,
+)
 
 LAST_READ_TIMEOUT = 30.0
 """Seconds that rank 0 waits, at most, until the others have read its last message: rank 0 may serve the message store,

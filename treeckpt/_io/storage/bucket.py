@@ -5,24 +5,15 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
-import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import msgspec
 
-from ...errors import CheckpointError, StoreError
-from .conditional_put import Condition
+from ...errors import StoreError
+from .conditions import Condition
 from .store import DirectoryEntry, VersionTag
-
-OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "adl"})
-"""URL schemes that obstore serves; fsspec serves all others, except file://."""
-
-_LOCAL = ("file://", "local://")
-_LOST_SLASH = re.compile(rf"(?:^[a-zA-Z][\w+.-]+|(?<=/)(?:{'|'.join(sorted(OBJECT_SCHEMES))})):/(?=[^/])")
-"""The beginning of a URL of which `pathlib` or `os.path` has taken a slash away, also below a directory."""
 
 
 class FetchFailure(msgspec.Struct, frozen=True):
@@ -149,54 +140,6 @@ class ObjectBucket(Protocol):
     def tidy(self, prefix: str) -> None:
         """Removes the empty directory of a prefix, on file systems that have directories."""
         ...
-
-
-def is_url(path: object) -> TypeGuard[str]:
-    """Whether a path is a URL, other than that of a local directory."""
-    return isinstance(path, str) and "://" in path and not path.startswith(_LOCAL)
-
-
-def local_path(path: str) -> str:
-    """Returns the path of a file:// URL; a path is returned as it is.
-
-    Raises:
-        CheckpointError: the path is empty, which pathlib takes for the current directory, no file can have it, or it
-            is a URL that lost a slash.
-    """
-    check_path(path)
-    for scheme in _LOCAL:
-        path = path.removeprefix(scheme)
-    if lost := _LOST_SLASH.search(path):
-        url = path[lost.start() :]
-        raise CheckpointError(
-            "path",
-            expected="a path, or a URL with ://",
-            found=f"{url:.200}",
-            hint=f"Give {url.replace(':/', '://', 1):.200} as text, without pathlib and os.path, which make one slash "
-            f"of two; or ./{url:.200} for a local directory of this name",
-        )
-    if not path:
-        hint = "Pass '.' for the current directory"
-        raise CheckpointError("path", expected="a path, a URL or a store", found="an empty one", hint=hint)
-    return path
-
-
-def check_path(path: str) -> None:
-    """Checks that a file can have this path or URL.
-
-    Raises:
-        CheckpointError: it contains a zero byte, or code points that cannot be encoded.
-    """
-    try:
-        if is_url(path):
-            path.encode()  # unlike a path, a URL cannot hold undecodable bytes of a file name
-        if "\0" not in os.fsencode(path).decode("utf-8", "surrogateescape"):
-            return
-        found = "a zero in"
-    except UnicodeEncodeError:
-        found = "half of a pair of code points in"
-    hint = "Look for where the path comes from"
-    raise CheckpointError("path", expected="a path that a file can have", found=f"{found} {path!r:.200}", hint=hint)
 
 
 def split_url(url: str) -> tuple[str, str]:

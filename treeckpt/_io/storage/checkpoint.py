@@ -1,28 +1,269 @@
-"""An opened checkpoint: its store, its index, and the headers of its shards, each read and decoded once per call.
+"""An opened checkpoint, its small files (index, timings, sidecar files), and the index made again from the shards.
 
-Everything that is read through one `Checkpoint` belongs to one save, or the read fails. A save with `overwrite=True`
-deletes the files of the save before: a reader of the previous index finds files missing, and must read the new version.
+Everything that is read through one `Checkpoint` belongs to one save, or the read fails: its index, and the headers of
+its shards, are each read and decoded once per call. A save with `overwrite=True` deletes the files of the save before:
+a reader of the previous index finds files missing, and must read the new version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import count
 
+import msgspec
 import numpy as np
 
-from ..._core.format.check_index import check_against_files
-from ..._core.format.index import INDEX_NAME
+from ..._core.format.check_index import check_against_files, needs_file_sizes
+from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
+from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
-from ..._inspect.checksum_diff import Checksums
-from ...errors import CheckpointError, CheckpointNotFound
+from ..._core.format.shard_header import ShardHeader, parse_shard_name
+from ..._core.format.timings import Timings, decode_timings, timings_name
+from ..._core.text import count_text
+from ..._inspect.diff import Checksums
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, TreeckptError
 from ..os_errors import wrap_read_error
-from .fetching import FileRange
-from .metadata_files import decode_and_check, read_index_bytes
-from .shard_reader import OpenedShard, open_shard
-from .store import Store
+from .foreign_formats import describe_foreign, describe_place
+from .shard_reader import OpenedShard, open_shard, read_header
+from .store import FileRange, Store, for_each
+
+OnShardsRead = Callable[[int, int], object]
+"""Takes how many shards were read, and of how many."""
+
+
+class KnownIndex(msgspec.Struct, frozen=True):
+    """An index that was read a moment ago."""
+
+    url: str
+    """Of the checkpoint."""
+    data: bytes
+    """As it is stored."""
+    index: Index
+
+
+class NewestIndex:
+    """Keeps, of the indexes that are offered by several threads, the one that was created last, as it was read last.
+
+    Args:
+        local: whether it is offered those of local files too, which take no round trip to be read again.
+    """
+
+    def __init__(self, *, local: bool = False) -> None:
+        self.local, self._lock = local, threading.RLock()
+        self.found: KnownIndex | None = None
+
+    def offer(self, known: KnownIndex) -> None:
+        with self._lock:
+            kept = self.found
+            if kept is None or kept.url == known.url or kept.index.created_ns < known.index.created_ns:
+                self.found = known
+
+
+def read_index(store: Store) -> Index:
+    """Returns the index of a checkpoint; raises as `read_index_bytes` and `decode_and_check`."""
+    return decode_and_check(store, read_index_bytes(store))
+
+
+def decode_and_check(store: Store, data: bytes) -> Index:
+    """Decodes an index.
+
+    Raises:
+        CorruptError, FormatError: it is damaged, or lists more than the files can hold.
+        StoreError: the files could not be listed.
+    """
+    index = decode_index(data, f"{store.url}/{INDEX_NAME}")
+    if needs_file_sizes(index, len(data)):
+        check_against_files(index, _listed(store), store.url)
+    return index
+
+
+def read_index_bytes(store: Store) -> bytes:
+    """Returns the content of a checkpoint's `index.json`.
+
+    Raises:
+        CheckpointNotFound: there is none; says whether shards are there.
+        CorruptError: it is no file, or too long.
+        StoreError: it could not be read.
+    """
+    try:
+        return store.read(INDEX_NAME, limit=MAX_INDEX)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        expected, names = f"a checkpoint ({INDEX_NAME})", _listed(store)
+        if (taken := taken_index(store, names)) is not None:
+            return taken[1]
+        if shards := sum(parse_shard_name(name) is not None for name in names):
+            found = f"{count_text(shards, 'shard')} of a save that never finished, or lost its index"
+            hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+        elif (foreign := describe_foreign(store.url)) is not None:
+            expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign
+        else:
+            found, hint = describe_place(store.url)
+        raise CheckpointNotFound(store.url, expected=expected, found=found, hint=hint) from error
+    except OSError as error:
+        raise wrap_read_error(error, f"{store.url}/{INDEX_NAME}", kind=CorruptError) from error
+
+
+def _listed(store: Store) -> dict[str, int]:
+    """Returns the files of a store and their sizes in bytes; raises StoreError if they could not be listed."""
+    try:
+        return store.listed().sizes()
+    except OSError as error:
+        raise wrap_read_error(error, store.url) from error
+
+
+def taken_index(store: Store, names: Iterable[str]) -> tuple[str, bytes] | None:
+    """Returns the name and content of an index that a deletion must put back that was killed; None if there is none.
+
+    It is that of another save, where the deletion was stopped for minutes, or has been pinned meanwhile, and the
+    deletion had not decided yet; see `deletions`.
+    """
+    names = list(names)
+    for name in filter(is_undecided, names):
+        with contextlib.suppress(TreeckptError, OSError):  # a mark without content, or it is back by now
+            data = store.read(name, limit=MAX_INDEX)
+            if decode_index(data, f"{store.url}/{name}").save_id != name.split(".")[1] or PIN_NAME in names:
+                return name, data
+    return None
+
+
+def _index_content(store: Store) -> bytes | None:
+    """Returns the content of a checkpoint's index, whatever it is; None if there is none, or it cannot be read."""
+    try:
+        return read_index_bytes(store)
+    except CheckpointError:
+        return None
+
+
+def replaced_meanwhile(store: Store) -> CheckpointError:
+    """Returns the error for a checkpoint that another save has replaced while it was repaired."""
+    return CheckpointError(
+        f"{store.url}/{INDEX_NAME}",
+        expected="the index that was read first",
+        found="another one, as another save was committed meanwhile",
+        hint="It is as that save has written it. Verify it again",
+    )
+
+
+def read_timings(store: Store, save_id: str) -> Timings | None:
+    """Returns the timings of a save, None if there are none; raises CorruptError or FormatError if they are damaged."""
+    name = timings_name(save_id)
+    try:
+        data = store.read(name, limit=MAX_INDEX)
+    except FileNotFoundError:
+        return None
+    timings = decode_timings(data, f"{store.url}/{name}")
+    if timings.save_id != save_id:
+        raise CorruptError(
+            f"{store.url}/{name}",
+            expected=f"timings of save {save_id}",
+            found=f"those of save {timings.save_id}",
+            hint="The file belongs to another save; restore the right one from a copy",
+        )
+    return timings
+
+
+def read_sidecar(store: Store, index: Index, name: str) -> bytes:
+    """Returns the content of a sidecar file.
+
+    Raises:
+        MismatchError: the checkpoint has none of that name.
+        CorruptError: it is missing, cut short, or differs from its checksum.
+    """
+    sidecar = next((one for one in index.sidecars if one.name == name), None)
+    if sidecar is None:
+        names = ", ".join(one.name for one in index.sidecars[:20]) or "none"
+        raise MismatchError(f"{store.url}: {name}", expected="a file that was saved with it", found=f"files: {names}")
+    stored = stored_name(index.save_id, name)
+    url, data = f"{store.url}/{stored}", bytearray(sidecar.nbytes)
+    try:
+        if data:
+            store.read_into(stored, 0, memoryview(data))
+    except FileNotFoundError as error:
+        raise CorruptError(url, expected=f"{sidecar.nbytes} bytes", found="no such file") from error
+    if (found := checksum(data)) != sidecar.xxh3:
+        raise CorruptError(
+            url,
+            expected=f"content with the checksum {sidecar.xxh3}",
+            found=found,
+            hint="The file was changed after it was written; restore it from a copy",
+        )
+    return bytes(data)
+
+
+def rebuild_from_shards(
+    store: Store, *, save_id: str | None = None, whole: bool = True, on_read: OnShardsRead | None = None
+) -> Index:
+    """Returns the index that the newest complete set of shards describes.
+
+    Args:
+        save_id: rebuilds the index of this save only, if it has shards there.
+        whole: refuses shards and sidecar files that are missing, cut short or too long, as those of a save that never
+            finished are.
+        on_read: takes how many shards were read, and of how many, from any thread.
+
+    Raises:
+        CheckpointNotFound: there are no shards.
+        CorruptError, FormatError: no set of shards is complete and intact.
+        CheckpointError: another save has published an index meanwhile, which must stay.
+    """
+    before = _index_content(store)
+    saves: dict[str, list[str]] = {}
+    for name in store.sizes():
+        if (parsed := parse_shard_name(name)) is not None:
+            saves.setdefault(parsed[0], []).append(name)
+    if not saves:
+        raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
+    if save_id in saves:
+        saves = {save_id: saves[save_id]}
+    found: list[Index] = []
+    errors: list[CheckpointError] = []
+    for names in saves.values():
+        try:
+            found.append(_rebuild(store, sorted(names), whole, on_read))
+        except CheckpointError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    if _index_content(store) != before:
+        raise replaced_meanwhile(store)
+    return max(found, key=lambda index: index.created_ns)
+
+
+def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead | None) -> Index:
+    sizes, done = store.sizes(), count(1)
+
+    def read(name: str) -> tuple[int, ShardHeader]:
+        found = read_header(store, name, file_size=sizes.get(name))
+        if on_read is not None:
+            on_read(next(done), len(names))
+        return found
+
+    headers = for_each(store, read, names)
+    index = rebuild(headers, store.url)
+    missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
+    if missing:
+        raise CorruptError(
+            store.url,
+            expected=f"shards of all {index.world} ranks",
+            found=f"none of rank {', '.join(map(str, missing[:8]))}",
+            hint="The save never finished, or shards were lost",
+        )
+    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
+    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    for name, nbytes in written if whole else ():
+        if sizes.get(name) != nbytes:
+            raise CorruptError(
+                f"{store.url}/{name}",
+                expected=f"{nbytes} bytes",
+                found="no such file" if name not in sizes else f"{sizes[name]}",
+                hint="The save never finished, or the file was lost or cut short",
+            )
+    return index
+
 
 HEADERS = 64 << 20
 """Bytes of headers that are requested at a time."""

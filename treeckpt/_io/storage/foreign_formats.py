@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..._core.format.file_names import is_step_name, parse_file_name
+from ..._core.format.files import is_step_name, parse_file_name
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError
 from ..os_errors import shows_damage, wrap_read_error
-from .local_read import kind_of_file, read_head
+from .local_files import kind_of_file, read_head
 
 DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")

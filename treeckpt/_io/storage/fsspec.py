@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...errors import StoreError
-from .bucket import FetchFailure, ObjectListing, RangeResponse, VersionTag, missing_extra
-from .conditional_put import Condition, no_conditional_writes, takes_conditions
-from .request_depth import first_depth
-from .store import DirectoryEntry
+from .bucket import FetchFailure, ObjectListing, RangeResponse, missing_extra
+from .conditions import Condition, no_conditional_writes, takes_conditions
+from .requests_in_flight import first_depth
+from .store import DirectoryEntry, VersionTag
 
 _TIMES = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 

@@ -8,6 +8,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -118,3 +119,12 @@ class SlabAllocator:
             self._next = min(2 * self._next, SLAB)
         piece, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // ALIGN) * ALIGN :]
         return piece
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that can be used without swapping; 0 if not known."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0

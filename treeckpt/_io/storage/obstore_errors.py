@@ -10,10 +10,12 @@ from email.utils import parsedate_to_datetime
 
 from ..._core.text import seconds_text
 from ...errors import StoreError
-from .aws_profiles import HOW
 from .bucket import FetchFailure
-from .conditional_delete import AnswerError
+from .conditions import AnswerError
 
+CREDENTIALS_HINT = (
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run where the instance has a role"
+)
 INTERMEDIARY = "Something between here and the store answers in its place: look at the proxy and the endpoint"
 # what obstore has no class or attribute for stands in the first line of a `GenericError`
 _CUT = re.compile(r"body|connection|incomplete|timed? ?out|reset|closed", re.IGNORECASE)
@@ -26,7 +28,7 @@ _NO_CREDENTIALS = re.compile(
     r"169\.254\.|latest/(api/token|meta-data)|metadata\.google|[Cc]redential|AccessKey|SecretAccess|MissingAccount"
 )
 _CREDENTIAL_HINTS = {
-    "s3": HOW,
+    "s3": CREDENTIALS_HINT,
     "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
     "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or pass use_azure_cli=True",
 }

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from .bucket import is_url, local_path
+from .local_store import LocalRun, LocalStore, is_url, local_path
 from .object_store import ObjectRun, ObjectStore
-from .run_store import LocalRun, RunStore
-from .store import LocalStore, Store
+from .store import RunStore, Store
 
 
 def following(path: Any, follow_links: bool) -> Any:

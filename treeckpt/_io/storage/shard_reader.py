@@ -8,13 +8,13 @@ from typing import Protocol
 
 import msgspec
 
-from ..._core.format.damage import leaves_in_range
+from ..._core.format.byte_map import leaves_in_range
 from ..._core.format.records import File, Index
-from ..._core.format.seals import check_no_zeros
 from ..._core.format.shard_header import (
     DATA_ALIGNMENT,
     ShardHeader,
     block_count,
+    check_no_zeros,
     decode_front,
     decode_hashes,
     decode_header,

@@ -1,0 +1,218 @@
+"""Verifications that the dashboard runs, one at a time, and the page about them.
+
+The process of one reads every byte without holding up the server, and can be killed. It prints how many bytes it has
+read, what it found in each shard, and its result. What it finds is kept in the cache, as what `treeckpt verify` finds;
+damage also if the rest was never compared. It is not written beside the checkpoint, as the dashboard only reads: the
+page says which command does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from treeckpt._io.storage.local_store import for_reading
+from treeckpt._io.storage.wrapped_store import CountingStore
+from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import (
+    DamagedPart,
+    Verification,
+    fingerprint_of,
+    found_part,
+    shown_parts,
+    this_user,
+    verify_folder,
+)
+from treeckpt.errors import visible
+from treeckpt.reports import Problem
+
+from ..pages.checkpoints import CheckpointRow, checkpoint_row
+from ..store.cache import Cache
+from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
+from ..store.library import Library, NotFound, OpenCheckpoint
+from .leaf_numbers import ContentsSummary, summary_of
+
+
+class Found(msgspec.Struct, tag="found"):
+    """Problems of one shard."""
+
+    problems: list[DamagedPart]
+    total: int
+
+
+class Result(msgspec.Struct, tag="result"):
+    """The verification has ended."""
+
+    verification: Verification
+
+
+Message = JobProgress | Found | Result | Failed
+
+
+class _Printer(ReadPrinter):
+    def add_shard(self, problems: Sequence[Problem]) -> None:
+        self.shards += 1
+        if problems:
+            send(Found(shown_parts(problems), len(problems)))
+        self.print()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Verifies a checkpoint.
+
+    Args:
+        arguments: the URL of a run, empty for a local folder; the name of the folder in it, or its path; the cache
+            directory, in which the statistics of all arrays are kept.
+    """
+    run, name, cache = arguments
+    printer = _Printer()
+    folder = folder_at(run, name)
+    folder = CountingStore(for_reading(folder), printer.add)
+    by, statistics = this_user("dashboard"), StatisticsStore(Path(cache))
+    report, verification = verify_folder(folder, by, on_shard=printer.add_shard, statistics=statistics)
+    send(Result(verification))
+    if report.unread:
+        first, more = report.unread[0], ". ".join(report.notes)
+        send(Failed(f"{report.state}, first {first.file}: {first.text}. {more}"))
+    if verification.ok and statistics.find(folder.place, verification.save_id) is None:
+        send(Failed("the statistics of its arrays could not be written to the cache"))
+
+
+class VerifyJob(msgspec.Struct, frozen=True):
+    """A verification that was started here since the server began."""
+
+    state: JobState
+    done: int
+    """Bytes read."""
+    nbytes: int
+    """Bytes to read."""
+    share: float
+    shards: int
+    """Shards that were compared."""
+    seconds: float
+    rate: float | None
+    """Bytes per second."""
+    eta: float | None
+    """Seconds until all bytes are compared."""
+    total: int
+    """Problems found so far."""
+    problems: list[DamagedPart]
+    """The first of them."""
+    error: str | None
+    """Why it failed."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ("waiting", "running")
+
+
+class VerifyPage(msgspec.Struct, frozen=True):
+    """A checkpoint, what the last verification of it found (`checkpoint.verification`), and the present one."""
+
+    checkpoint: CheckpointRow
+    shards: int | None
+    running: bool
+    """Whether a job waits or runs: ask again."""
+    job: VerifyJob | None
+    contents: ContentsSummary | None
+    """What the statistics that it computed say; None if none are known."""
+
+
+class _Job(ProcessJob):
+    messages = msgspec.json.Decoder(Message)
+    task = "verified it"
+
+    def __init__(self, cache: Cache, checkpoint: OpenCheckpoint) -> None:
+        info, self.folder = checkpoint.info, checkpoint.folder
+        if (place := place_of(checkpoint.run.url, self.folder)) is None:
+            raise NotFound("This store is in the memory of this process: no other one can read it.")
+        super().__init__("checkpoint.verify", [*place, str(cache.shared)], info.nbytes or 0)
+        self._cache, self.save_id = cache, info.save_id or ""
+        self.fingerprint = fingerprint_of(self.folder.entries(), self.save_id)
+        self.problems: list[DamagedPart] = []
+        self.total = 0
+        self._result: Verification | None = None
+
+    def finish(self) -> None:
+        super().finish()
+        if not self.started:
+            return
+        failed = self._cache.verifications.record(self.folder, self._result or self._partial(), beside=False)
+        self.error = "; ".join(failed) or self.error
+
+    def take(self, message: Message) -> None:
+        super().take(message)
+        if isinstance(message, Found):
+            self.problems, self.total = self.problems + message.problems, self.total + message.total
+        elif isinstance(message, Result):
+            self._result = message.verification
+            self.problems, self.total = self._result.problems, self._result.total
+
+    def _partial(self) -> Verification:
+        found = found_part(self.save_id, self.fingerprint, self.problems, by=this_user("dashboard"))
+        seconds = self.ended - self.started
+        return msgspec.structs.replace(found, total=self.total, files=self.at.shards, seconds=seconds)
+
+    def shown(self) -> VerifyJob:
+        rate = self.at.done / self.seconds if self.seconds > 0.5 and self.at.done else None
+        return VerifyJob(
+            state=self.state,
+            done=self.done,
+            nbytes=self.nbytes,
+            share=self.share,
+            shards=self.at.shards,
+            seconds=self.seconds,
+            rate=rate,
+            eta=(self.nbytes - self.done) / rate if rate and self.open else None,
+            total=self.total,
+            problems=[DamagedPart(visible(one.file), visible(one.text)) for one in self.problems],
+            error=visible(self.error) if self.error else None,
+        )
+
+
+def keep_damage(library: Library, checkpoint: OpenCheckpoint, file: str, text: str) -> None:
+    """Keeps that a shard is damaged, which was found while something else was done with it."""
+    save_id = checkpoint.info.save_id or ""
+    fingerprint = fingerprint_of(checkpoint.folder.entries(), save_id)
+    found = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
+    library.cache.verifications.record(checkpoint.folder, found, beside=False)
+
+
+class VerifyJobs(JobQueue[_Job]):
+    """The verifications of a server, one at a time."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__()
+        self._library = library
+
+    def shown(self, checkpoint_id: str) -> VerifyJob | None:
+        """Returns the last job of a checkpoint; a page asks before it opens that, to show the end with the result."""
+        job = self.get(checkpoint_id)
+        return job.shown() if job is not None else None
+
+    def page(self, checkpoint_id: str, *, start: bool = False) -> VerifyPage:
+        """Returns what is known of a checkpoint's bytes.
+
+        Args:
+            start: starts a job for the checkpoint, unless one waits or runs.
+
+        Raises:
+            NotFound: there is no such checkpoint; nor, with `start`, one with an index that another process can open.
+        """
+        shown = self.shown(checkpoint_id)
+        found = self._library.checkpoint(checkpoint_id)
+        info = found.info
+        if start and (shown is None or not shown.open):
+            if info.save_id is None or info.leaves is None:
+                raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
+            shown = self.add(checkpoint_id, lambda: _Job(self._library.cache, found)).shown()
+        return VerifyPage(
+            checkpoint=checkpoint_row(checkpoint_id, found.run, info),
+            shards=len(self._library.outline(found).index.file_list) if info.leaves is not None else None,
+            running=shown is not None and shown.open,
+            job=shown,
+            contents=summary_of(self._library, info),
+        )

@@ -1,0 +1,552 @@
+"""Deletions in a checkpoint's directory: the lock on its index, and the files that dead saves left.
+
+The lock is one between saves on one side, and deletions and repairs on the other.
+
+Of the files in a directory two have a name that several processes share: the index and the pin. All others carry the id
+of a save or process, so that to delete one never hits another save's. A process that takes the index away, or replaces
+one that it has looked at, must not hit the index of a save that was committed since its look. Each side writes a file
+before it looks for the other's, so at least one of two sees the other:
+
+    save      progress record -> shards -> list: waits while a lock stands -> publishes the index -> deletes the record
+    deletion  lock `deleting` -> list: gives up if a save is alive, a repair's lock stands, or the index is another
+              save's -> takes the index away -> list: puts it back for a pin, or else decides -> deletes the lock ->
+              deletes the other files
+    repair    lock `repairing` -> list: gives up if a save is alive, or another lock stands -> replaces files, the index
+              if it is as it was read -> deletes the lock
+    clean-up  lock `deleting` -> list: gives up if a repair's lock stands, or the index is of a save whose files are to
+              go -> deletes leftovers -> deletes the lock
+
+Several deletions may hold a lock at the same time: one of them takes the index away. A lock is held for a few requests:
+a repair copies a shard before it takes the lock, and looks under it whether the shard is still the one that it has read
+(on a file system of fsspec, and in memory, it is written under the lock). A clean-up holds its lock while it deletes,
+so for longer where there are many leftovers.
+
+A lock counts until its process has ended, and for `LAPSE` seconds at most: its deletion may fail. A lock or record of a
+save that could not be read counts as held or alive; a damaged one does not.
+
+A process that was stopped for longer than `LAPSE` can still take away the index of a save that did not wait for it. So
+a local index is taken away by a rename to `deleted.<save id>.<id>.json`, and looked at there: if it is another save's,
+it gets its name back by a link, which replaces nothing. The deletion decides by a second rename, to
+`deleted.<save id>.json`. If the process is killed before, readers take the index from the first name where it is
+another save's or a pin stands, and the next save or clean-up gives it its name back (`restore_index`). It
+renames it first too: of a deletion that decides and a process that gives the name back only one succeeds.
+
+In an object store the index is deleted on condition that it is the version that was looked at, where the store knows
+that condition. A save that was stopped for so long publishes nothing: a clean-up deletes its temporary index before its
+shards, and the save looks for its shards in between.
+
+*Leftovers* are the files that dead saves left. What may be removed is decided by `_inspect.deletion`. A save clears its
+path before it writes and, where the store has no conditional write, once more when it has ended: of two saves that end
+at the same moment the later one finds both ended, and removes what the index does not name. An index is read only after
+the progress records were read, so a save that has been committed meanwhile is never taken for one that was replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from ..._core.format.files import (
+    LockKind,
+    Owner,
+    damaged_name,
+    deleted_name,
+    final_name,
+    is_undecided,
+    lock_name,
+    parse_file_name,
+    parse_progress_name,
+    writer_tag,
+)
+from ..._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
+from ..._core.format.records import Index
+from ..._inspect.deletion import (
+    CleanupTimes,
+    FileInfo,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    leftovers_of,
+    plan_leftovers,
+    proof_order,
+)
+from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, TreeckptError
+from ...reports import Leftover
+from ..os_errors import FULL, shows_damage
+from ..process import is_running, names_being_deleted
+from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
+from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
+from .store import DirectoryEntry, Store, exists_error, for_each
+
+LOCK_WAIT_SECONDS = 60.0
+"""Seconds that a save waits for locks."""
+FIRST_PAUSE, LAST_PAUSE = 0.01, 1.0
+"""Seconds between looks at a lock that is waited for: twice as long each time."""
+_SAVE_ID = re.compile(rb'"save_id":"([0-9a-f]{16})"')
+
+
+@contextlib.contextmanager
+def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
+    """Holds a lock while the body runs; gives its name, "" where a full disk does not take it.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    lock = KeptFile(store, lock_name(kind, secrets.token_hex(8)), encode_claim)
+
+    def check_directory() -> None:
+        if not store.sizes():
+            raise FileNotFoundError(store.url)
+
+    try:
+        lock.create(check_directory)
+    except BaseException as error:
+        lock.end_late()  # an object store may have written it all the same, or an interrupt have come behind it
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            raise
+        # deletions make room: an index that is taken away wrongly is put back
+        yield ""
+        return
+    try:
+        yield lock.name
+    finally:
+        if not lock.end():
+            lock.end_late(LATE_PAUSES)
+
+
+def read_lock(store: Store, name: str) -> tuple[Owner | None, bool]:
+    """Returns the process that holds a lock, and whether it may still hold it, as `read_claim`."""
+    owner, held = read_claim(store, name, damaged=False)  # a power loss leaves damaged ones: locks are not made durable
+    return owner, bool(held)
+
+
+def held_locks(store: Store, names: Iterable[str]) -> dict[str, Owner | None]:
+    """Returns those locks among a directory's files that are held, with their processes, None where not known."""
+    locks = [name for name in names if (kind := parse_file_name(name)) and kind.kind in ("deleting", "repairing")]
+
+    def read(name: str) -> tuple[Owner | None, bool]:
+        with contextlib.suppress(FileNotFoundError):
+            return read_lock(store, name)
+        return None, False
+
+    found = for_each(store, read, locks) if locks else ()
+    return {name: owner for name, (owner, held) in zip(locks, found, strict=True) if held}
+
+
+def sizes_and_locks(store: Store, own: str = "") -> tuple[dict[str, int], dict[str, Owner | None]]:
+    """Returns the files and their sizes, and the `held_locks` of others than `own`.
+
+    A lock that was listed may have gone when it is read, with files that were listed too. So where none of the listed
+    locks is held any more, the files are listed once more.
+    """
+    sizes = store.sizes()
+    others = [name for name in sizes if name != own and name.startswith(("deleting.", "repairing."))]
+    held = held_locks(store, others)
+    return (store.sizes() if others and not held else sizes), held
+
+
+def unlocked_sizes(store: Store) -> dict[str, int]:
+    """Returns the files and their sizes once no lock is held; for a save whose record can be seen.
+
+    Raises:
+        CheckpointError: a lock is held for longer than `LOCK_WAIT_SECONDS`.
+    """
+    begin, pause = time.monotonic(), FIRST_PAUSE
+    while True:
+        sizes, held = sizes_and_locks(store)
+        if not held:
+            return sizes
+        if time.monotonic() - begin > LOCK_WAIT_SECONDS:
+            name, owner = next(iter(held.items()))
+            raise CheckpointError(
+                store.url,
+                expected="that nothing deletes or repairs the checkpoint at the path of the save",
+                found=f"{_who(name, owner)} since {LOCK_WAIT_SECONDS:.0f} s or longer",
+                hint=f"Save again when that has ended; if there is no such process, delete {name}",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+
+
+def index_state(store: Store, name: str = INDEX_NAME) -> bytes | int | None:
+    """Returns the content of an index, its size where it is no file or on a bad sector, and None if there is none.
+
+    Raises:
+        OSError | StoreError: it could not be read this time.
+    """
+    try:
+        return store.read(name, limit=MAX_INDEX)
+    except FileNotFoundError:
+        return None
+    except (TreeckptError, OSError) as error:
+        if not shows_damage(error) and not (isinstance(error, OSError) and error.errno == errno.EIO):
+            raise
+        return store.sizes().get(name)
+
+
+def legible_save_id(state: bytes | int | None) -> str | None:
+    """Returns the save id in an index that may be damaged, None where it has none."""
+    found = _SAVE_ID.search(state) if isinstance(state, bytes) else None
+    return found[1].decode() if found else None
+
+
+@contextlib.contextmanager
+def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
+    """Holds a lock while files of a checkpoint are replaced; gives the files there and their sizes.
+
+    Raises:
+        CheckpointError: a save is under way there, or another process deletes or repairs files.
+    """
+    with hold_lock(store, "repairing") as own:
+        names, locks = sizes_and_locks(store, own)
+        held = [_who(name, owner) for name, owner in locks.items()]
+        saves = {name: parsed[1] for name in names if (parsed := parse_progress_name(name)) and not parsed[0]}
+        alive = for_each(store, lambda name: _may_be_saving(store, name), list(saves))
+        held += [f"save {save} is under way there" for save, lives in zip(saves.values(), alive, strict=True) if lives]
+        if held:
+            raise CheckpointError(
+                store.url,
+                expected="that nothing else changes the checkpoint while it is repaired",
+                found="; ".join(held),
+                hint="Look at the checkpoint again when that has ended",
+            )
+        yield names
+
+
+def _may_be_saving(store: Store, name: str) -> bool:
+    """Whether the save of a record of rank 0 may still be under way."""
+    try:
+        record = read_record(store, name)
+    except (TreeckptError, OSError):
+        return True
+    return record is not None and bool(is_alive(name, record, time.time_ns()))
+
+
+def replace_index(store: Store, before: bytes | int | None, index: Index) -> str:
+    """Publishes an index that was made again, under a lock, if there still is the one that was found, and its shards.
+
+    Args:
+        before: the `index_state` from before it was made.
+
+    Returns:
+        The name under which the one before is kept, "" if there was none.
+
+    Raises:
+        CheckpointExists: there is one now, and was none.
+        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair`.
+    """
+    data = encode_index(index)
+    with hold_for_repair(store) as names:
+        deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
+        gone = before is None and next(deleted, None) is not None
+        if gone or (before is not None and index_state(store) != before):
+            raise replaced_meanwhile(store)
+        if before is None and not {file.name for file in index.file_list} <= names.keys():
+            raise replaced_meanwhile(store)
+        if before is None:
+            store.publish(INDEX_NAME, data, replace=False)
+            return ""
+        aside = damaged_name(INDEX_NAME, secrets.token_hex(8))
+        if not store.traits.renames:
+            if isinstance(before, bytes):
+                store.publish(aside, before, replace=True)
+            if isinstance(before, bytes) and store.traits.conditional:
+                store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
+            else:
+                store.publish(INDEX_NAME, data, replace=True)
+            return aside if isinstance(before, bytes) else ""
+        # clean-ups leave a directory alone in which a repair was killed here
+        store.rename(INDEX_NAME, aside, replace=True)
+        try:
+            if index_state(store, aside) != before:  # this process was stopped for minutes
+                raise replaced_meanwhile(store)
+            store.publish(INDEX_NAME, data, replace=False)
+        except BaseException:
+            store.rename(aside, INDEX_NAME, replace=False)
+            raise
+        return aside
+
+
+def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | None) -> None:
+    """Takes the index away: a store that renames files keeps it as `aside`, any other deletes it.
+
+    Args:
+        holds: returns whether a content is that of the index that is meant; None for any, which may be no file. Where
+            the store has no conditional deletion, it is not asked.
+
+    Raises:
+        FileNotFoundError: there is no index.
+        CheckpointExists: it is another one, and stays.
+    """
+    if store.traits.renames:
+        store.rename(INDEX_NAME, aside, replace=True)
+        try:
+            # another one, where this process was stopped for minutes
+            if holds is not None and not (isinstance(found := index_state(store, aside), bytes) and holds(found)):
+                raise exists_error(store, INDEX_NAME)
+        except BaseException:
+            store.rename(aside, INDEX_NAME, replace=False)
+            raise
+    elif store.traits.conditional and holds is not None:
+        present, version = store.read_version(INDEX_NAME, limit=MAX_INDEX)
+        if not holds(present):
+            raise exists_error(store, INDEX_NAME)
+        store.delete(INDEX_NAME, version=version)
+    else:
+        store.delete(INDEX_NAME)
+
+
+def take_back_index(store: Store, save_id: str) -> None:
+    """Takes back the index of a save that has published it, unless another save has replaced it."""
+
+    def holds(found: bytes) -> bool:
+        return legible_save_id(found) == save_id
+
+    with contextlib.suppress(FileNotFoundError, CheckpointExists):
+        aside = deleted_name(save_id, secrets.token_hex(8))
+        take_index(store, aside, holds=holds)
+        if store.traits.renames:
+            store.delete(aside)
+
+
+def _who(name: str, owner: Owner | None) -> str:
+    who = f"process {owner.pid} on {owner.host}" if owner is not None else "a process"
+    return f"{who} {'deletes' if name.startswith('deleting') else 'repairs'} it"
+
+
+GRACE = 3600.0
+"""Seconds after which files of an unfinished save are removed, where nothing shows whether the save is alive."""
+
+
+def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
+    """Returns the current time and the grace periods, as `_inspect.deletion` takes them."""
+    return CleanupTimes(now_ns, int(grace * 1e9), int(LEASE * 1e9))
+
+
+def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
+    """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
+    gone = names_being_deleted()
+    found = folder.entries()
+    entries = {name: one for name, one in found.items() if (one.regular or one.link) and name not in gone}
+    alive: dict[str, bool | None] = {}
+    ended: set[str] = set()
+    owned = [
+        name
+        for name in entries
+        if (kind := parse_file_name(name))
+        and (kind.kind in ("lease", "deleting", "repairing") or parse_progress_name(final_name(name)))
+    ]
+    states = for_each(folder, lambda name: _owner_state(folder, name, entries[name], now_ns), owned)
+    for name, state in zip(owned, states, strict=True):
+        if state is None:
+            del entries[name]
+            continue
+        owner, alive[name] = state
+        if owner is not None and alive[name] is False and not is_running(owner):
+            ended.add(owner.tag)
+    for name in entries:
+        # a lock is written again where its temporary file has gone, see `hold_lock`
+        if writer_tag(name) in ended or name.startswith((".deleting.", ".repairing.")):
+            alive.setdefault(name, False)
+    for name in _timings_without_record(entries, committed):
+        with contextlib.suppress(TreeckptError, OSError):
+            timings = read_timings(folder, name.split(".")[1])
+            alive[name] = False if timings is not None and timings.error is not None else None
+    # where a link is deleted, what it leads to stays
+    return tuple(
+        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns or now_ns, alive.get(name))
+        for name, e in entries.items()
+    )
+
+
+def _owner_state(
+    store: Store, name: str, entry: DirectoryEntry, now_ns: int
+) -> tuple[Owner | None, bool | None] | None:
+    """Returns the owner of a progress record, lease or lock, and whether that process may still run; None if not known.
+
+    The whole is None for a lease or lock that was deleted since it was listed.
+    """
+    if parse_progress_name(final_name(name)) is None:
+        try:
+            return read_lease(store, name) if name.startswith("lease") else read_lock(store, name)
+        except FileNotFoundError:
+            return None
+    try:
+        record = read_record(store, name)
+    except (TreeckptError, OSError):  # a live save renews its record
+        return None, True if now_ns - (entry.modified_ns or now_ns) < LAPSE * 1e9 else None
+    if record is None:
+        # a record is renewed soon if its process lives, so that an empty temporary file is never needed
+        return None, False if not entry.nbytes and final_name(name) != name else None
+    renewed = msgspec.structs.replace(record, alive_ns=max(record.alive_ns, entry.modified_ns))
+    return record.owner, is_alive(final_name(name), renewed, now_ns)
+
+
+def _timings_without_record(names: Iterable[str], committed: str | None) -> list[str]:
+    """Returns the timings files of saves that have shards there, and no progress record of their coordinator."""
+    kinds = {name: kind for name in names if (kind := parse_file_name(name)) is not None}
+    shards = {kind.save_id for kind in kinds.values() if kind.kind == "shard"}
+    recorded = {parsed[1] for name in kinds if (parsed := parse_progress_name(final_name(name))) and not parsed[0]}
+    unrecorded = shards - recorded - {committed}
+    return [name for name, kind in kinds.items() if kind.kind == "timings" and kind.save_id in unrecorded]
+
+
+def committed_save_id(folder: Store) -> str | None:
+    """Returns the id of the save that the index names; None if there is no index or it cannot be read."""
+    try:
+        return read_index(folder).save_id
+    except CheckpointError:
+        return None
+
+
+def index_of_save(folder: Store, save_id: str) -> bytes | None:
+    """Returns the content of the index if it names this save; None if not, or if it cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        data = read_index_bytes(folder)
+        return data if decode_and_check(folder, data).save_id == save_id else None
+    return None
+
+
+def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
+    """Returns the files and state of a directory that is not part of a run."""
+    files = file_facts(folder, now_ns, committed=None)
+    status, save_id, problem = "complete", None, ""
+    try:
+        save_id = read_index(folder).save_id
+    except CheckpointNotFound:
+        status = "partial"
+    except CheckpointError as error:
+        status, problem = "corrupt", str(error)
+    return StepDirectory(
+        step=0,
+        created_ns=0,
+        name=folder.name,
+        status=status,
+        modified_ns=folder.modified_ns() or 0,
+        files=files,
+        save_id=save_id,
+        problem=problem,
+        path=folder.place,
+    )
+
+
+def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
+    """Returns the leftovers to remove from a directory, or why they stay; None if there are none."""
+    return plan_leftovers(_folder_fact(folder, now_ns), deletion_times(now_ns, grace))
+
+
+def _has_other_saves(names: Iterable[str], known: str) -> bool:
+    """Whether files of other saves than `known` are among these names."""
+    kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
+    shared = ("index", "pin", "lease", "deleting", "repairing")
+    return any(kind.kind not in shared and (not known or kind.save_id != known) for kind in kinds)
+
+
+def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[Leftover, ...]:
+    """Lists the files beside a checkpoint of neither it nor a live save; arguments as for `clear_leftovers`."""
+    if not _has_other_saves(names, known):
+        return ()
+    now = time.time_ns()
+    fact = _folder_fact(store, now)
+    sizes = {file.name: file.nbytes for file in fact.files}
+    found = leftovers_of(fact, deletion_times(now))
+    return tuple(Leftover(name, sizes[name], why) for name, why in sorted(found.items()))
+
+
+def remove_leftovers(folder: Store, removal: Removal) -> str:
+    """Removes leftovers; returns why not, if something has changed since the removal was planned."""
+    kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
+    saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
+    if removal.files:
+        with hold_lock(folder, "deleting") as own:
+            locks = held_locks(folder, folder.sizes().keys() - {own}) if saves else {}
+            if any(name.startswith("repairing") for name in locks):
+                return "it is being repaired"
+            back = restore_index(folder)
+            if saves and committed_save_id(folder) in saves:
+                return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"
+            decided = [] if back else _decide(folder, removal.files)
+            if decided is None:
+                return "another process goes on with its deletion, or undoes it"
+            delete_files(folder, [*removal.files, *decided])
+        folder.sync()
+    if removal.directory:
+        folder.remove_directory()
+    return ""
+
+
+def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], int] = proof_order) -> None:
+    """Deletes files; those that prove that the save of others has ended once all others are gone.
+
+    Args:
+        order: files with a higher number are deleted after all with a lower one, if these are gone.
+
+    Raises:
+        OSError | StoreError: that of the first file that could not be deleted; all that can be are deleted.
+    """
+
+    def delete(name: str) -> Exception | None:
+        try:
+            store.delete(name)
+        except (OSError, TreeckptError) as error:
+            return error
+        return None
+
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(order(name), []).append(name)
+    for number in sorted(groups):
+        if error := next(filter(None, for_each(store, delete, groups[number])), None):
+            raise error
+
+
+def restore_index(store: Store) -> bool:
+    """Gives an index its name back, see `taken_index`; returns whether there was one."""
+    if not store.traits.renames or INDEX_NAME in (names := store.sizes()):
+        return False
+    if (found := taken_index(store, names)) is not None:
+        with contextlib.suppress(CheckpointExists, FileNotFoundError):  # it is back, was replaced, or is being deleted
+            own = deleted_name(found[0].split(".")[1], secrets.token_hex(8))
+            store.rename(found[0], own, replace=True)
+            store.rename(own, INDEX_NAME, replace=False)
+            return True
+    return False
+
+
+def _decide(store: Store, names: Iterable[str]) -> list[str] | None:
+    """Renames each index among these files that was taken away, so that nobody puts it back.
+
+    Returns:
+        The new names; None if another process was faster to rename one.
+    """
+    decided: list[str] = []
+    if not store.traits.renames:
+        return decided
+    try:
+        for name in filter(is_undecided, names):
+            decided.append(deleted_name(name.split(".")[1]))
+            store.rename(name, decided[-1], replace=True)
+    except FileNotFoundError:
+        return None
+    return decided
+
+
+def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
+    """Removes what dead saves left at the path of a save. Errors are ignored: they must not make the save fail.
+
+    Args:
+        names: the files at the path.
+        known: the id of the committed save; if there are only files of this save, nothing more is read.
+    """
+    if not _has_other_saves(names, known):
+        return
+    with contextlib.suppress(Exception):
+        found = plan_removal(store, time.time_ns())
+        if isinstance(found, Removal):
+            remove_leftovers(store, msgspec.structs.replace(found, directory=False))
