@@ -146,7 +146,7 @@ def _aliases(group: list[_Stored]) -> dict[str, LeafSpec]:
         first, _, _ = distinct.setdefault(key, (leaf, array, storage))
         if first is not leaf:
             found[leaf.path] = msgspec.structs.replace(leaf, alias_of=first.path, layout=None)
-    found.update(_views([one for one in distinct.values() if one[0].layout is None]))
+    found.update(_views([stored for stored in distinct.values() if stored[0].layout is None]))
     for path, leaf in found.items():
         base = found.get(leaf.alias_of or "")
         if base is not None:  # the alias of a view is a view of the same array
@@ -160,9 +160,9 @@ def _views(plain: list[_Stored]) -> dict[str, LeafSpec]:
     base: LeafSpec | None = None
     start = stop = 0
 
-    def order(one: _Stored) -> tuple[int, int, bool]:
-        low, high = one[2].range
-        return low, -high, one[2].strides is not None
+    def order(stored: _Stored) -> tuple[int, int, bool]:
+        low, high = stored[2].range
+        return low, -high, stored[2].strides is not None
 
     # by start, the longest first, so that only the array with the highest end so far has to be compared
     for leaf, array, storage in sorted(plain, key=order):

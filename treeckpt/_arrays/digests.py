@@ -140,8 +140,8 @@ def _hash_samples(part: ComparedPart) -> bytes:
         return xxhash.xxh3_128_digest(array[np.unravel_index(runs.index(), array.shape)].data)
     step = max(1, _STEP_NBYTES // SAMPLE_NBYTES)
     for first in range(0, runs.count, step):
-        shape, at = (min(step, runs.count - first), runs.length), first * runs.every * itemsize
-        state.update(np.ndarray(shape, array.dtype, array, at, (runs.every * itemsize, itemsize)).tobytes())
+        shape, offset = (min(step, runs.count - first), runs.length), first * runs.every * itemsize
+        state.update(np.ndarray(shape, array.dtype, array, offset, (runs.every * itemsize, itemsize)).tobytes())
     state.update(array.reshape(-1)[-runs.length :].data)
     return state.digest()
 

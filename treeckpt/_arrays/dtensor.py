@@ -28,7 +28,7 @@ def is_dtensor(leaf: object) -> bool:
 @lru_cache(maxsize=1024)
 def is_dtensor_class(kind: type) -> bool:
     """Returns whether a class is DTensor, or a subclass of it."""
-    return any(one.__name__ == "DTensor" and one.__module__.startswith("torch.distributed") for one in kind.__mro__)
+    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed") for base in kind.__mro__)
 
 
 def is_sharded_tensor(leaf: object) -> bool:
@@ -79,8 +79,8 @@ def layout_of(leaf: Any, path: str) -> MeshLayout:
     placements = [_placement(p, path, leaf.ndim) for p in leaf.placements]
     order = list(range(len(placements)))
     for entry in getattr(leaf._spec, "shard_order", None) or ():  # from left to right, unless it says otherwise
-        for at, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
-            order[at] = dim
+        for position, dim in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
+            order[position] = dim
     return MeshLayout(_mesh(leaf.device_mesh, tuple(order)), tuple(placements[dim] for dim in order))
 
 

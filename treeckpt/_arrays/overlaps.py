@@ -119,14 +119,14 @@ def _contiguous_overlaps(
     sizes = [region.size * window.itemsize for region, window in zip(regions, windows, strict=True)]
     low, high = max(p.address, q.address), min(p.address + sizes[0], q.address + sizes[1])
     step = max(limit, 1)
-    for at in range(low, high, step):
-        stop = min(at + step, high)
+    for start in range(low, high, step):
+        stop = min(start + step, high)
         parts = [
-            _cover(region, window.itemsize, at - window.address, stop - window.address)
+            _cover(region, window.itemsize, start - window.address, stop - window.address)
             for region, window in zip(regions, windows, strict=True)
         ]
         skip = parts[0][1], parts[1][1]
-        yield Overlap(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - at)
+        yield Overlap(pair, (parts[0][0], parts[1][0]), (p.itemsize, q.itemsize), skip, stop - start)
 
 
 def _cover(region: Region, itemsize: int, low: int, high: int) -> tuple[tuple[Region, ...], int]:
@@ -225,10 +225,10 @@ def _pieces(regions: Sequence[Region], itemsize: int) -> tuple[np.ndarray, list[
     """Returns memory for regions, one after the other, and their pieces in it."""
     buffer = np.empty(sum(region.size for region in regions), raw_dtype(itemsize))
     pieces: list[TargetPiece] = []
-    at = 0
+    start = 0
     for region in regions:
-        pieces.append(TargetPiece(region, HostArray(buffer[at : at + region.size].reshape(region.shape))))
-        at += region.size
+        pieces.append(TargetPiece(region, HostArray(buffer[start : start + region.size].reshape(region.shape))))
+        start += region.size
     return buffer, pieces
 
 

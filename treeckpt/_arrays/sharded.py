@@ -165,10 +165,10 @@ def _described(leaf: Sharded, parts: Sequence[tuple[ArraySpec, Any]], path: str)
     for offset, (spec, data) in zip(leaf.offsets, parts, strict=True):
         if spec.dtype != first.dtype:
             raise LayoutError(path, expected=f"pieces of one dtype, as {first.dtype}", found=f"{spec.dtype}")
-        at = 0
+        start = 0
         for region in _regions(leaf, offset, spec.shape, path):
-            found.append((region, FlatRangeArray(data, at, region.shape) if isinstance(offset, int) else data))
-            at += region.size
+            found.append((region, FlatRangeArray(data, start, region.shape) if isinstance(offset, int) else data))
+            start += region.size
     order = first.order if len(first.shape) == len(leaf.global_shape) else None
     return msgspec.structs.replace(first, shape=leaf.global_shape, order=order), found
 

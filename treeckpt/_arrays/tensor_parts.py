@@ -136,7 +136,7 @@ def _split(leaf: Any) -> tuple[str, Any, dict[str, Any]]:
         if leaf._lengths is not None:
             parts["lengths"] = leaf._lengths
         known = leaf._min_seqlen_tensor, leaf._max_seqlen_tensor  # torch keeps both lengths as shapes
-        least, most = (None if one is None else one.shape[0] for one in known)
+        least, most = (None if length is None else length.shape[0] for length in known)
         return _JAGGED, {"ragged_idx": leaf._ragged_idx, "min_seqlen": least, "max_seqlen": most}, parts
     if leaf.is_nested:
         plain = leaf.detach()
@@ -300,7 +300,7 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
         last = offsets + ((sizes - 1).double() * strides).sum(1)
         fits = (sizes <= values.numel()).all(1) & (last < values.numel())
         inside = ((sizes == 0).any(1) | fits) & (offsets <= values.numel())
-        if values.ndim != 1 or not all((one >= 0).all() for one in (sizes, strides, offsets)) or not inside.all():
+        if values.ndim != 1 or not all((part >= 0).all() for part in (sizes, strides, offsets)) or not inside.all():
             raise ValueError("a member that is not inside of the values")
         nested: Any = torch._nested_view_from_buffer  # pyright: ignore[reportPrivateImportUsage]
         return nested(values, sizes, strides, offsets)
@@ -346,7 +346,7 @@ def check_content(leaf: Tensor, new: Any, path: str) -> None:
         MismatchError: it is of another layout, shape or dtype.
     """
     for what in ("layout", "dtype", "shape"):
-        here, there = (_property(one, what) for one in (leaf, new))
+        here, there = (_property(tensor, what) for tensor in (leaf, new))
         if here != there:
             raise MismatchError(path, expected=f"a tensor of {what} {here}", found=f"{there!s:.200} in the checkpoint")
 

@@ -618,8 +618,8 @@ def representatives(proposals: Mapping[int, RankProposal]) -> tuple[int, ...]:
 
 def common_paths(trees: Iterable[RankTree]) -> tuple[str, ...]:
     """Returns the paths that are in several of the inventories that representatives have sent."""
-    distinct = {json_digest(one): one for tree in trees if (one := tree.inventory) is not None}
-    counts = Counter(leaf.path for one in distinct.values() for leaf in one.leaves)
+    distinct = {json_digest(inventory): inventory for tree in trees if (inventory := tree.inventory) is not None}
+    counts = Counter(leaf.path for inventory in distinct.values() for leaf in inventory.leaves)
     return tuple(path for path, count in counts.items() if count > 1)
 
 

@@ -306,8 +306,8 @@ class BufferedWriter:
 
     def _hash_and_write(self, block: memoryview, nbytes: int, start: int) -> None:
         begin = time.perf_counter_ns()
-        for at in range(0, nbytes, BLOCK):
-            self.hashes[(start + at) // BLOCK] = hash_block(block[at : min(at + BLOCK, nbytes)])
+        for low in range(0, nbytes, BLOCK):
+            self.hashes[(start + low) // BLOCK] = hash_block(block[low : min(low + BLOCK, nbytes)])
         hash_ns = time.perf_counter_ns() - begin
         with self._lock:
             self.hash_ns += hash_ns

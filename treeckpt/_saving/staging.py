@@ -113,7 +113,7 @@ class Arena:
         if nbytes <= self._populated:
             return
         parts = [
-            self.memory[at : min(at + POPULATE_PART, nbytes)] for at in range(self._populated, nbytes, POPULATE_PART)
+            self.memory[low : min(low + POPULATE_PART, nbytes)] for low in range(self._populated, nbytes, POPULATE_PART)
         ]
         with ThreadPool(POPULATE_THREADS, "treeckpt-populate") as pool:
             list(pool.map(_populate, parts))
@@ -266,7 +266,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
     device_copies: list[Callable[[], None]] = []
     offsets, _ = area_offsets([file.nbytes for file in source.files])
     address = memory.ctypes.data
-    for file, at in zip(source.files, offsets, strict=True):
+    for file, start in zip(source.files, offsets, strict=True):
         for write in file.writes:  # entries follow each other without holes
             pieces, region = source.pieces(write.leaf), write.region
             data = pieces[0].data if pieces else None
@@ -276,10 +276,10 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
                 and len(pieces) == 1
                 and region == pieces[0].region
             ):
-                ctypes.memmove(address + at, data.address, write.nbytes)
+                ctypes.memmove(address + start, data.address, write.nbytes)
             elif write.nbytes:
-                _stage_entry(write, pieces, memory[at : at + write.nbytes], delayed, device_copies)
-            at += write.nbytes
+                _stage_entry(write, pieces, memory[start : start + write.nbytes], delayed, device_copies)
+            start += write.nbytes
     parts = [
         partial(np.copyto, target[low : low + COPY_PART], data[low : low + COPY_PART])
         for target, data in delayed

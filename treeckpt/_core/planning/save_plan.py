@@ -496,15 +496,15 @@ def plan_save(
             classes[order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
     files: list[FilePlan] = []
     writes: list[PlannedEntry] = []
-    stream = at = 0
+    stream = filled = 0
     for i, region, nbytes in (entry for entries in classes for entry in entries):
-        if writes and at + nbytes > max_shard_bytes:
-            files.append(FilePlan(len(files), stream, at, tuple(writes)))
-            stream, at, writes = stream + at, 0, []
-        writes.append(PlannedEntry(i, region, at, nbytes))
-        at += nbytes
+        if writes and filled + nbytes > max_shard_bytes:
+            files.append(FilePlan(len(files), stream, filled, tuple(writes)))
+            stream, filled, writes = stream + filled, 0, []
+        writes.append(PlannedEntry(i, region, filled, nbytes))
+        filled += nbytes
     if writes or not files:
-        files.append(FilePlan(len(files), stream, at, tuple(writes)))
+        files.append(FilePlan(len(files), stream, filled, tuple(writes)))
     return SavePlan(rank, tuple(files))
 
 
@@ -550,8 +550,8 @@ def assign_offsets(
     """
     singles = single_writer_arrays(leaves, assignments)
     arrays = [
-        one or _sharded_array(leaf, assignment)
-        for one, leaf, assignment in zip(singles, leaves, assignments, strict=True)
+        single or _sharded_array(leaf, assignment)
+        for single, leaf, assignment in zip(singles, leaves, assignments, strict=True)
     ]
     # Python integers for arrays with a single writer: numpy on one element costs ten times as much
     sums = [[0] * world for _ in range(ORDER_CLASSES)]

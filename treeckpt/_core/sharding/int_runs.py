@@ -56,48 +56,48 @@ def _arithmetic_runs(column: np.ndarray) -> list[tuple[int, int, int]]:
     # the last position of each range of equal steps
     ends = np.append(np.flatnonzero(steps[1:] != steps[:-1]), n - 2)
     runs: list[tuple[int, int, int]] = []
-    at = 0
+    start = 0
     for end in ends.tolist():
-        if end < at:
+        if end < start:
             continue
-        runs.append((int(column[at]), int(steps[at]), end - at + 2))
-        at = end + 2
-    if at == n - 1:
-        runs.append((int(column[at]), 0, 1))
+        runs.append((int(column[start]), int(steps[start]), end - start + 2))
+        start = end + 2
+    if start == n - 1:
+        runs.append((int(column[start]), 0, 1))
     return runs
 
 
 def _arithmetic_runs_short(values: list[int]) -> list[tuple[int, int, int]]:
     """As `_arithmetic_runs`, for a short column."""
     runs: list[tuple[int, int, int]] = []
-    at, n = 0, len(values)
-    while at < n - 1:
-        end, step = at + 1, values[at + 1] - values[at]
+    first, n = 0, len(values)
+    while first < n - 1:
+        end, step = first + 1, values[first + 1] - values[first]
         while end + 1 < n and values[end + 1] - values[end] == step:
             end += 1
-        runs.append((values[at], step, end - at + 1))
-        at = end + 1
-    if at < n:
-        runs.append((values[at], 0, 1))
+        runs.append((values[first], step, end - first + 1))
+        first = end + 1
+    if first < n:
+        runs.append((values[first], 0, 1))
     return runs
 
 
 def _nest_runs(runs: list[Run]) -> list[Run]:
     """Joins neighbours with equal steps and counts whose starts are arithmetic into runs of one more level."""
     folded: list[Run] = []
-    at = 0
-    while at < len(runs):
-        tail = runs[at][1:]
-        end = at + 1
+    first = 0
+    while first < len(runs):
+        tail = runs[first][1:]
+        end = first + 1
         while end < len(runs) and runs[end][1:] == tail:
             end += 1
-        if end - at == 1 or not tail:
-            folded += runs[at:end]
+        if end - first == 1 or not tail:
+            folded += runs[first:end]
         else:
-            starts = np.array([run[0] for run in runs[at:end]], dtype=np.int64)
+            starts = np.array([run[0] for run in runs[first:end]], dtype=np.int64)
             for start, step, count in _arithmetic_runs(starts):
                 folded.append((start, *tail, step, count) if count > 1 else (start, *tail))
-        at = end
+        first = end
     return folded
 
 

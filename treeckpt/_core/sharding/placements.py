@@ -130,13 +130,13 @@ def replica_offsets(layout: MeshLayout) -> np.ndarray:
 @lru_cache(maxsize=256)
 def replicas_of(layout: MeshLayout, rank: int) -> frozenset[int]:
     """Returns the ranks that hold the same elements as `rank`, itself among them; none if it is not in the mesh."""
-    at = position_of(layout.mesh, rank)
-    if at is None:
+    position = position_of(layout.mesh, rank)
+    if position is None:
         return frozenset()
     for n, stride, placement in zip(layout.mesh.shape, mesh_strides(layout.mesh), layout.placements, strict=True):
         if isinstance(placement, Replicate):
-            at -= at // stride % n * stride
-    return frozenset(mesh_ranks(layout.mesh)[at + replica_offsets(layout)].tolist())
+            position -= position // stride % n * stride
+    return frozenset(mesh_ranks(layout.mesh)[position + replica_offsets(layout)].tolist())
 
 
 @lru_cache(maxsize=4096)
