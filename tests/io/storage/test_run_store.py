@@ -103,7 +103,7 @@ def test_leftovers_of_crashed_saves_and_deletions_go(far_run: str) -> None:
     assert tc.ObjectRun(far_run).names() == [step_name(2)] and made.restore()["w"].sum() == 36
 
 
-def test_a_deletion_goes_lock_mark_index_shards_mark(s3: S3) -> None:
+def test_a_deletion_goes_lock_mark_index_decision_shards_mark(s3: S3) -> None:
     url = s3.url()
     for step in (1, 2):
         tc.save(f"{url}/{step_name(step)}", {"w": np.arange(9)}, step=step)
@@ -111,9 +111,9 @@ def test_a_deletion_goes_lock_mark_index_shards_mark(s3: S3) -> None:
     RunDirectory(url).clean([Last(1)])
     changes = [(row["method"], row["path"].rpartition("/")[2].partition(".")[0]) for row in s3.log()]
     changes = [change for change in changes if change[0] in ("PUT", "DELETE", "POST")]
-    first = [("PUT", "deleting"), ("PUT", "deleted"), ("DELETE", "index"), ("DELETE", "deleting")]
-    assert changes[:4] == first and changes[-1] == ("DELETE", "deleted")
-    assert {name for _, name in changes[4:-1]} == {"shard-00000-of-00001", "timings", "deleted"}
+    taken = [("PUT", "deleting"), ("PUT", "deleted"), ("DELETE", "index"), ("PUT", "deleted"), ("DELETE", "deleting")]
+    assert changes[:5] == taken and changes[-1] == ("DELETE", "deleted")
+    assert {name for _, name in changes[5:-1]} == {"shard-00000-of-00001", "timings", "deleted"}
 
 
 def test_the_command_line_reads_and_cleans_runs(far_run: str, capsys: pytest.CaptureFixture[str]) -> None:
