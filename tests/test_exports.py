@@ -152,7 +152,7 @@ PUBLIC_MODULES = {
         "VersionTag",
         "Writer",
     ],
-    "testing": ["StoreSuite", "read_range", "write_file"],
+    "testing": ["StoreSuite", "read_range", "thread_comms", "write_file"],
     "training": [
         "Guard",
         "Merge",

@@ -17,7 +17,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.notebooks import NOTEBOOKS, ROOT, run_in_kernel, run_quickly, sources_of, text_of
 from tests.helpers.samples import write_checkpoint
-from treeckpt._runs.catalog import read_timings
+from treeckpt._cli.main import main
 from treeckpt_dashboard.runs import metrics
 
 STEMS = [path.stem for path in NOTEBOOKS]
@@ -92,10 +92,11 @@ def test_the_code_on_a_slow_save_runs_on_a_save_of_the_readers_own(tmp_path: Pat
             tc.save(tmp_path / "c", {"w": np.ones(9)})
         else:  # its record names no hosts
             write_checkpoint(tmp_path / "c", {"w": tc.PerRank(np.ones(9))}, world=world)
-        names["timings"] = read_timings(tmp_path / "c")
+        assert main(["trace", str(tmp_path / "c"), "--out", str(tmp_path / "trace.json")]) == 0
+        names["trace"] = json.loads((tmp_path / "trace.json").read_text())
         for cell in cells:
             exec(cell, names)
-    assert re.search(r"^write +\d", shown.getvalue(), re.M) and names["study"].timings.world == world
+    assert re.search(r"^write +\d", shown.getvalue(), re.M) and names["ranks"] == list(range(world))
     names["plt"].close("all")
 
 

@@ -1,6 +1,6 @@
-"""Tests for stores of one's own: `StoreSuite` is what each `treeckpt.stores.Store` must pass, with pytest.
+"""For tests of one's own, with pytest: `StoreSuite` for stores, and `thread_comms` for code that runs on ranks.
 
-It is the suite that the stores of treeckpt themselves pass.
+`StoreSuite` is what each `treeckpt.stores.Store` must pass, and those of treeckpt do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 from ._api import load, save
+from ._core.public_names import publish
+from ._io.comm.comm import thread_comms
 from ._io.storage.memory import aligned_buffer
 from ._io.storage.store import Store, Writer
 from ._loading.run_load import verify
 from .errors import CheckpointExists, CorruptError, StoreError
 
-__all__ = ["StoreSuite", "read_range", "write_file"]
+__all__ = ["StoreSuite", "read_range", "thread_comms", "write_file"]
+publish(__name__, __all__, globals())
 
 _SIZES = [0, 1, 4095, 4096, 4097, 3 * (1 << 20) + 5]
 _BLOCK = 1 << 20

@@ -15,10 +15,9 @@ from rich.console import Console
 
 import treeckpt as tc
 from treeckpt import demo
-from treeckpt.demo.data import batch, read_text, row_start
 from treeckpt.demo.launch import JobFailed, follow, run_job, worker_environment
-from treeckpt.demo.report import build_table, compare_runs, differing, largest_gap
-from treeckpt.demo.tasks import Resume, Resumed, Saved, Train, Trained
+from treeckpt.demo.model import batch, read_text, row_start
+from treeckpt.demo.tasks import Resume, Resumed, Saved, Train, Trained, compare_runs, differing, largest_gap
 from treeckpt_dashboard.web import server
 
 TEXT = np.arange(1000, dtype=np.uint64).astype(np.uint8)
@@ -141,7 +140,7 @@ def test_table_fits_into_80_columns():
     saves = [Saved(1000, 23_190_000, 12.123, {})]
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(build_table(saves, "hsdp", [verdict]))
+        console.print(demo.build_table(saves, "hsdp", [verdict]))
     for word in ("ranks", "bit-equal", "loss gap", "save 1000", "FSDP2, 2x2 mesh", "23.2", "12.123", "8/8", "1.0e-05"):
         assert word in captured.get()
 

@@ -54,10 +54,10 @@ class StridedMemory(msgspec.Struct, frozen=True, gc=False):
     """Addresses of the elements of an array."""
 
     address: int
-    """Of the first element."""
+    """The address of the first element."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In bytes; equal to `c_strides` for an array in C order, whatever its dimensions of length 1."""
+    """The strides in bytes; equal to `c_strides` for an array in C order, whatever its dimensions of length 1."""
     itemsize: int
 
     @property
@@ -84,7 +84,7 @@ class HostArray(msgspec.Struct, frozen=True, gc=False):
     """An array in memory that numpy can address: read and written without a copy."""
 
     array: np.ndarray
-    """Of any strides; of raw dtype where it is written to."""
+    """The array, of any strides; of raw dtype where it is written to."""
 
     @property
     def window(self) -> StridedMemory:
@@ -106,11 +106,11 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False):
     """
 
     address: int
-    """Of the first element; the array has at least one."""
+    """The address of the first element; the array has at least one."""
     shape: tuple[int, ...]
     itemsize: int
     owner: Any
-    """Keeps the memory allocated."""
+    """What keeps the memory allocated."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -231,11 +231,11 @@ class Storage(msgspec.Struct, frozen=True, gc=False):
     """The memory of a plain array: arrays whose ranges overlap are aliases or views of each other."""
 
     address: int
-    """Of the first element."""
+    """The address of the first element."""
     nbytes: int
-    """From there to the end of the last element, in bytes."""
+    """The bytes from there to the end of the last element."""
     strides: tuple[int, ...] | None
-    """In elements; None for C order."""
+    """The strides in elements; None for C order."""
 
     @property
     def range(self) -> tuple[int, int]:
@@ -248,10 +248,10 @@ class ArraySource(msgspec.Struct, frozen=True, gc=False):
 
     spec: ArraySpec
     layout: Layout | None
-    """None for a plain array: it is whole here, and every rank that has it holds a replica."""
+    """The layout among ranks; None for a plain array, of which every rank that has it holds a replica."""
     pieces: Sequence[SourcePiece]
     storage: Storage | None = None
-    """None where the memory is not compared with that of other arrays (lazily transformed, for instance)."""
+    """The memory, to find aliases; None where it is not compared with that of other arrays, as of lazy ones."""
 
 
 class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
@@ -261,7 +261,7 @@ class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
     leaf: Any
     pieces: Sequence[TargetPiece]
     layout: Layout | None = None
-    """None where only this rank's pieces are known."""
+    """The layout among ranks; None where only this rank's pieces are known."""
 
 
 def local_shape_of(spec: ArraySpec) -> tuple[int, ...]:

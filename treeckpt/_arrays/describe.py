@@ -30,10 +30,10 @@ class DescribedTree(msgspec.Struct, frozen=True):
 
     inventory: Inventory
     sources: dict[str, ArraySource]
-    """Arrays by path (with `~rank*` under `PerRank`)."""
+    """The arrays by path (with `~rank*` under `PerRank`)."""
     values: dict[str, Value]
     own_values: dict[str, Value]
-    """Values under `PerRank`."""
+    """The values under `PerRank`, by path."""
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ SMALL_LEAF_NBYTES = 64 << 10
 PERIOD_NBYTES = 256 << 10
 SAMPLE_NBYTES = 1 << 10
 _STEP_NBYTES = 4 << 20
-"""Bytes of an array that are read at once where all are compared, and of samples that are copied from a device."""
+"""The bytes of an array that are read at once where all are compared, or of samples that a device copies together."""
 
 
 class SampleRuns(msgspec.Struct, frozen=True, gc=False):
@@ -65,7 +65,7 @@ class ComparedPart(msgspec.Struct, frozen=True, gc=False):
     sampled: bool = False
     """Whether samples of it are compared, not all bytes."""
     by_rows: bool = False
-    """Whether samples are of whole rows, as of a table, whose reader gathers rows."""
+    """Whether the samples are whole rows, as of a table, whose reader gathers rows."""
 
     @property
     def nbytes(self) -> int:

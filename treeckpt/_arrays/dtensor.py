@@ -112,9 +112,9 @@ class DescribedTensor(msgspec.Struct, frozen=True, gc=False):
     """What a tensor says that it holds on this rank."""
 
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """The shape of the whole array."""
     chunks: tuple[tuple[Region, torch.Tensor], ...]
-    """Those that have elements, each with its memory."""
+    """The chunks that have elements, each with its memory."""
 
 
 def describing(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from ..errors import MismatchError
 from .base import ArrayTarget, HostArray, HostMemory, StridedMemory, TargetPiece, raw_dtype
 
 MAX_OVERLAP_STEPS = 1_000_000
-"""Steps of numpy's search for a shared element of two strided arrays; after these they count as overlapping."""
+"""The steps of numpy's search for a shared element of two strided arrays; after these they count as overlapping."""
 
 FillTargets = Callable[[Sequence[tuple[int, Sequence[TargetPiece]]]], None]
 """Writes the new content of numbered targets into other pieces of the same arrays."""
@@ -30,14 +30,14 @@ class Overlap(msgspec.Struct, frozen=True):
 
     numbers: tuple[int, int]
     regions: tuple[tuple[Region, ...], tuple[Region, ...]]
-    """Regions to read of each target, in the order of their bytes."""
+    """The regions to read of each target, in the order of their bytes."""
     itemsizes: tuple[int, int]
     skip: tuple[int, int] = (0, 0)
-    """Bytes before the common ones."""
+    """The number of bytes before the common ones."""
     nbytes: int = -1
-    """Number of common bytes; -1 for all."""
+    """The number of common bytes; -1 for all."""
     windows: tuple[StridedMemory, StridedMemory] | None = None
-    """Addresses of both, if the common bytes are no contiguous range."""
+    """The addresses of both, if the common bytes are no contiguous range."""
 
 
 def _windows(target: ArrayTarget) -> list[tuple[Region, StridedMemory]]:

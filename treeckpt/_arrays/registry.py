@@ -41,7 +41,7 @@ from .base import (
 )
 
 _LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
-"""Adapters of libraries, and the class of their arrays.
+"""The adapters of libraries, and the class of their arrays.
 
 The name of an adapter is that of its module in this package, the `ArraySpec.kind` of its arrays, and what the kinds of
 its stored values begin with. The kinds of arrays without an adapter of their name are torch's.
@@ -50,7 +50,7 @@ _ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
     "treeckpt.Sharded": "sharded",
 }
-"""Classes of arrays, and the module that is their adapter."""
+"""The classes of arrays, and the module that is their adapter."""
 
 
 @lru_cache(maxsize=8)
@@ -434,7 +434,7 @@ def resolve(name: str) -> type:
 # blobs: texts and bytes that are too long for an index, saved and read as an array, uint8[n] --------------------------
 
 MAX_VALUE_NBYTES = 4096
-"""Bytes of a text in UTF-8, or of bytes, up to which they are stored in the index."""
+"""The bytes of a text in UTF-8, or of bytes, up to which they are stored in the index."""
 BLOB_TYPES = (bytes, bytearray, str, io.BytesIO)
 Blob = bytes | bytearray | str | io.BytesIO
 _TEXT = ("utf-8", "surrogatepass")

@@ -120,7 +120,7 @@ def is_optimizer(value: object) -> bool:
         return True
     acts = hasattr(value, "step") and hasattr(value, "zero_grad") and not hasattr(value, "named_parameters")
     inner = getattr(value, "__dict__", {}).values() if acts else ()
-    return any(hasattr(one, "param_groups") and hasattr(one, "state_dict") for one in inner)
+    return any(hasattr(value, "param_groups") and hasattr(value, "state_dict") for value in inner)
 
 
 def is_disabled_scaler(value: object) -> bool:
@@ -155,14 +155,14 @@ def load_exact_state(path: str, owner: Any, state: Any) -> None:
 
 def _optimizers_in(owner: object) -> list[Any]:
     """Returns an optimizer, and those that it wraps."""
-    found: list[Any] = []
+    optimizers: list[Any] = []
     waiting = [owner]
     while waiting:
-        one = waiting.pop()
-        if is_optimizer(one) and all(one is not other for other in found):
-            found.append(one)
-            waiting += getattr(one, "__dict__", {}).values()
-    return [one for one in found if hasattr(one, "param_groups")]
+        candidate = waiting.pop()
+        if is_optimizer(candidate) and all(candidate is not other for other in optimizers):
+            optimizers.append(candidate)
+            waiting += getattr(candidate, "__dict__", {}).values()
+    return [candidate for candidate in optimizers if hasattr(candidate, "param_groups")]
 
 
 def _states_in(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -225,18 +225,18 @@ def object_states(
     made: list[Any] = []
     for below, leaf in leaves:
         if is_stateful(leaf):
-            at, around, inner = join_paths(path, below), (*owners, leaf), None
+            where, around, inner = join_paths(path, below), (*owners, leaf), None
             if all(leaf is not owner for owner in owners):
                 inner = {} if id(leaf) in apart else leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
             if not isinstance(inner, Mapping):
                 what = "that stands in its own state" if inner is None else f"that returns a {type(inner).__qualname__}"
                 raise TreeError(
-                    at,
+                    where,
                     expected="an object whose state_dict() returns a dict",
                     found=f"a {type(leaf).__qualname__} {what}",
                     hint="Leave it out of the state of the object around it, and save it beside that",
                 )
-            inner = object_states(inner, at, around, apart=apart, rank=rank, namespace=namespace)
+            inner = object_states(inner, where, around, apart=apart, rank=rank, namespace=namespace)
             leaf = ObjectState.from_object(leaf, inner)
         made.append(leaf)
     return replace_leaves(state, iter(made), namespace=namespace)
@@ -257,22 +257,22 @@ class StatePlan(msgspec.Struct):
     state: Any
     """What the owner takes, with the states of the objects in their places."""
     inner: dict[str, StatePlan]
-    """By the paths of the objects in the state."""
+    """The plans of the objects in the state, by their paths in it."""
     rank: int = 0
     namespace: str = ""
 
     def loaded(self) -> Any:
         """Loads the states of the objects in the state, and returns it with these objects in their places."""
-        for one in self.inner.values():
-            if one.state:  # else it is saved elsewhere
-                one.load()
+        for plan in self.inner.values():
+            if plan.state:  # else it is saved elsewhere
+                plan.load()
         return self.placed()
 
     def placed(self) -> Any:
         """Returns the state with the live objects in their places."""
         state = self.state
         if self.inner:
-            owners = {id(one.state): one.owner for one in self.inner.values()}
+            owners = {id(plan.state): plan.owner for plan in self.inner.values()}
             _, leaves = flatten(state, rank=self.rank, namespace=self.namespace, whole=owners)
             placed = iter([owners.get(id(leaf), leaf) for _, leaf in leaves])
             state = replace_leaves(state, placed, namespace=self.namespace, whole=owners)
@@ -303,9 +303,9 @@ class StatePlan(msgspec.Struct):
         Raises:
             MismatchError: a distributed array of another shape.
         """
-        inner = {id(one.state): one for one in self.inner.values()}
-        for one in inner.values():
-            one.fill_in_place(as_here=False)
+        inner = {id(plan.state): plan for plan in self.inner.values()}
+        for plan in inner.values():
+            plan.fill_in_place(as_here=False)
         own = dict(flatten(self.live, rank=self.rank, namespace=self.namespace)[1])
         if as_here or any(type(leaf) is TableColumn for leaf in own.values()):
             for path, leaf in own.items():
@@ -316,8 +316,8 @@ class StatePlan(msgspec.Struct):
             return
         arrays = _specs_of(own, self.rank)
         taken = nodes_of(TensorParts, self.state, self.namespace)
-        tensors = {id(one): own[path] for path, one in taken.items() if path in own}
-        known = {key: one.state for key, one in inner.items()} | tensors
+        tensors = {id(parts): own[path] for path, parts in taken.items() if path in own}
+        known = {key: plan.state for key, plan in inner.items()} | tensors
         _, leaves = flatten(self.state, rank=self.rank, namespace=self.namespace, whole=known)
         new = [
             known[id(leaf)]
@@ -348,8 +348,8 @@ class StatePlan(msgspec.Struct):
                 found=f"{saved.shape} in the checkpoint",
                 hint="Make the object with arrays of the saved shapes, or leave it out with `...`",
             )
-        like = [at for at, spec in arrays.items() if spec.regions is not None and spec.shape == saved.shape]
-        like.sort(key=lambda at: (at != path, at.rpartition("/")[2] != path.rpartition("/")[2]))
+        like = [other for other, spec in arrays.items() if spec.regions is not None and spec.shape == saved.shape]
+        like.sort(key=lambda other: (other != path, other.rpartition("/")[2] != path.rpartition("/")[2]))
         if like and (made := like_of(own[like[0]], path, self.rank, None)) is not None:
             return made.leaf
         near = here or next((spec for spec in arrays.values() if spec.kind == saved.kind), None)
@@ -376,14 +376,14 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
         live = owner.state_dict() if there and owner is not None else None
     inner: dict[str, StatePlan] = {}
     if there or holds_stateful(live, namespace):
-        for below, one in flatten(live, rank=rank, namespace=namespace)[1]:
-            node = node_at(saved, below, rank, namespace) if is_stateful(one) else None
+        for below, leaf in flatten(live, rank=rank, namespace=namespace)[1]:
+            node = node_at(saved, below, rank, namespace) if is_stateful(leaf) else None
             if isinstance(node, Mapping):
-                mine: Any = one
-                state = node if isinstance(node, ObjectState) else ObjectState.from_object(one, node)
+                mine: Any = leaf
+                state = node if isinstance(node, ObjectState) else ObjectState.from_object(leaf, node)
                 live_state = mine.state_dict() if node else {}
                 inner[below] = plan_state(
-                    join_paths(path, below), one, state, live=live_state, rank=rank, namespace=namespace
+                    join_paths(path, below), leaf, state, live=live_state, rank=rank, namespace=namespace
                 )
                 _check_can_take(inner[below])
     for below, node in there.items():
@@ -395,28 +395,28 @@ def plan_state(path: str, owner: Any, saved: Any, *, live: Any = ..., rank: int 
                 hint="Make the object around it as it was when this was saved",
             )
     if inner:
-        found = {id(node_at(saved, below, rank, namespace)): one.state for below, one in inner.items()}
-        _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=found)
-        states = iter([found.get(id(leaf), leaf) for _, leaf in leaves])
-        saved = replace_leaves(saved, states, namespace=namespace, whole=found)
+        planned = {id(node_at(saved, below, rank, namespace)): plan.state for below, plan in inner.items()}
+        _, leaves = flatten(saved, rank=rank, namespace=namespace, whole=planned)
+        states = iter([planned.get(id(leaf), leaf) for _, leaf in leaves])
+        saved = replace_leaves(saved, states, namespace=namespace, whole=planned)
     return StatePlan(path, owner, live=live, state=saved, inner=inner, rank=rank, namespace=namespace)
 
 
 def nodes_of(kind: type[_T], state: Any, namespace: str) -> dict[str, _T]:
     """Returns the containers of a class in a state by path, without those in others; the state itself is none."""
-    found: dict[str, _T] = {}
+    nodes: dict[str, _T] = {}
     waiting: list[tuple[str, Any]] = [("", state)]
     while waiting:
         path, node = waiting.pop()
         if isinstance(node, kind) and path:
-            found[path] = node
+            nodes[path] = node
             continue
         taken = None if is_leaf_type(type(node)) else flatten_one_level(node, path, namespace, 0)
         if taken is not None:
             text = rank_key if type(node) is PerRank else key_text
             pairs = zip(taken.keys, taken.children, strict=True)
             waiting += ((join_paths(path, text(key)), child) for key, child in pairs)  # pyright: ignore[reportArgumentType]
-    return found
+    return nodes
 
 
 def _check_can_take(plan: StatePlan) -> None:
@@ -427,7 +427,7 @@ def _check_can_take(plan: StatePlan) -> None:
     """
     saved, here = (
         {path: spec.shape for path, spec in _specs_of(dict(leaves), plan.rank).items()}
-        for leaves in (flatten(one, rank=plan.rank, namespace=plan.namespace)[1] for one in (plan.state, plan.live))
+        for leaves in (flatten(state, rank=plan.rank, namespace=plan.namespace)[1] for state in (plan.state, plan.live))
     )
     if not saved or saved == here:
         return
@@ -463,8 +463,8 @@ def compares_arrays(owner: Any) -> bool:
     """Whether an object takes only the arrays that it has: a module all of whose code for loading is that of torch."""
     if not is_of_torch(owner, _MODULE):
         return False
-    found = (where for module in owner.modules() for where in load_code_of(module, is_root=module is owner))
-    return all(where.startswith("torch.nn.") for where in found)
+    modules = (where for module in owner.modules() for where in load_code_of(module, is_root=module is owner))
+    return all(where.startswith("torch.nn.") for where in modules)
 
 
 def load_code_of(module: Any, *, is_root: bool) -> Iterator[str]:
@@ -531,9 +531,9 @@ class _StatefulLeaf(msgspec.Struct):
     inside: ExpandedTree | None = None
     """The content of a mapping, or of what is filled, that holds stateful objects or tensors in parts itself."""
     plan: StatePlan | None = None
-    """For a restore, what the object takes; None where it keeps its state."""
+    """What the object takes of a restore; None where it keeps its state."""
     content: Any = ...
-    """For a restore, of a tensor that is made of others and not filled in place, the saved tensor."""
+    """The saved tensor, where a restore does not fill one that is made of others in place."""
 
 
 class ExpandedTree:
@@ -557,29 +557,29 @@ class ExpandedTree:
     ) -> None:
         self.original, self.rank, self.namespace = tree, rank, namespace
         _, self.leaves = flatten(tree, rank=rank, namespace=namespace)
-        self.found: dict[int, _StatefulLeaf] = {}
+        self.objects: dict[int, _StatefulLeaf] = {}
         tensors: dict[int, Any] = {}
         for position, (below, leaf) in enumerate(self.leaves):
             path = join_paths(above, below)
             if type(leaf) is FromRank:
                 state = _of_rank(leaf, path, rank, namespace, mappings=mappings, world=world)
-                self.found[position] = _StatefulLeaf(path, leaf, None, state)
+                self.objects[position] = _StatefulLeaf(path, leaf, None, state)
             elif is_stateful(leaf):
                 live = leaf.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
                 state = object_states(live, path, (leaf,), rank=rank, namespace=namespace)
                 parts = expand_states(state, rank=rank, namespace=namespace, above=path)
-                self.found[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
+                self.objects[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
             elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
                 tensors[id(leaf)] = parts
-                self.found[position] = _StatefulLeaf(path, leaf, None, parts)
+                self.objects[position] = _StatefulLeaf(path, leaf, None, parts)
             elif mappings and is_filled_by_key(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                self.found[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
+                self.objects[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
         self.tree = self._with_states()
 
     def _with_states(self) -> Any:
         """Returns the tree with the state of each stateful object in its place."""
-        leaves = (self.found[i].state if i in self.found else leaf for i, (_, leaf) in enumerate(self.leaves))
+        leaves = (self.objects[i].state if i in self.objects else leaf for i, (_, leaf) in enumerate(self.leaves))
         return replace_leaves(self.original, leaves, namespace=self.namespace)
 
     def _leaves_of(self, state: Any) -> list[tuple[str, Any]]:
@@ -605,62 +605,62 @@ class ExpandedTree:
         Raises:
             MismatchError: an object cannot take what was saved; nothing is changed.
         """
-        for found in self.found.values():
-            if type(found.owner) is FromRank:
+        for entry in self.objects.values():
+            if type(entry.owner) is FromRank:
                 raise TreeError(
-                    found.path,
+                    entry.path,
                     expected="what can be filled in place",
                     found="a FromRank, which marks what is saved",
                     hint="Give its value, or use treeckpt.load",
                 )
-            if found.inside is not None:
-                found.state = found.inside.target(load)
-            elif type(found.state) is TensorParts:
-                self._plan_tensor(found, load)
+            if entry.inside is not None:
+                entry.state = entry.inside.target(load)
+            elif type(entry.state) is TensorParts:
+                self._plan_tensor(entry, load)
             else:
-                self._plan(found, load)
+                self._plan(entry, load)
         return self._with_states()
 
-    def _saved(self, found: _StatefulLeaf, load: LoadSaved, *, arrays: bool) -> Any:
-        return node_at(load(index_path(found.path, self.rank), arrays=arrays), found.path, self.rank, self.namespace)
+    def _saved(self, entry: _StatefulLeaf, load: LoadSaved, *, arrays: bool) -> Any:
+        return node_at(load(index_path(entry.path, self.rank), arrays=arrays), entry.path, self.rank, self.namespace)
 
-    def _plan_tensor(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+    def _plan_tensor(self, entry: _StatefulLeaf, load: LoadSaved) -> None:
         """Loads the content of a tensor that is made of others, if these may be of other sizes than the saved ones."""
-        if parts_adapter().fills_in_place(found.owner):
+        if parts_adapter().fills_in_place(entry.owner):
             return
-        found.state, saved = ..., self._saved(found, load, arrays=True)
+        entry.state, saved = ..., self._saved(entry, load, arrays=True)
         if saved is NOTHING:
-            raise self._nothing(found)
+            raise self._nothing(entry)
         if type(saved) is TensorParts:  # of a tree in memory
-            saved = parts_adapter().build(saved, found.path)
+            saved = parts_adapter().build(saved, entry.path)
         if saved is not ... and not (isinstance(saved, dict) and ... in saved.values()):  # it was loaded as a whole
-            parts_adapter().check_content(found.owner, saved, found.path)
-            found.content = saved
+            parts_adapter().check_content(entry.owner, saved, entry.path)
+            entry.content = saved
 
-    def _nothing(self, found: _StatefulLeaf) -> MismatchError:
+    def _nothing(self, entry: _StatefulLeaf) -> MismatchError:
         return MismatchError(
-            found.path,
-            expected=f"the state of a {type(found.owner).__qualname__}",
+            entry.path,
+            expected=f"the state of a {type(entry.owner).__qualname__}",
             found="nothing in the checkpoint",
             hint="Leave it out with `...`",
         )
 
-    def _plan(self, found: _StatefulLeaf, load: LoadSaved) -> None:
+    def _plan(self, entry: _StatefulLeaf, load: LoadSaved) -> None:
         """Sets what an object takes, and what of that is to be filled."""
-        owner, whole = found.owner, isinstance(found.owner, LoadsSavedState)
-        path, rank, namespace = found.path, self.rank, self.namespace
-        if compares_arrays(owner) and all(map(is_array, found.live.values())):  # the usual model needs no second look
+        owner, whole = entry.owner, isinstance(entry.owner, LoadsSavedState)
+        path, rank, namespace = entry.path, self.rank, self.namespace
+        if compares_arrays(owner) and all(map(is_array, entry.live.values())):  # the usual model needs no second look
             self._fill_state(
-                found,
-                StatePlan(path, owner, live=found.live, state=found.live, inner={}, rank=rank, namespace=namespace),
+                entry,
+                StatePlan(path, owner, live=entry.live, state=entry.live, inner={}, rank=rank, namespace=namespace),
                 load,
             )
             return
-        saved, here = self._saved(found, load, arrays=whole), self._moments(found.state)
+        saved, here = self._saved(entry, load, arrays=whole), self._moments(entry.state)
         if saved is NOTHING:
-            if whole or not self._has_arrays(found.live):
-                raise self._nothing(found)
-            saved = found.state  # the error, or the report, of what is missing comes of the filling
+            if whole or not self._has_arrays(entry.live):
+                raise self._nothing(entry)
+            saved = entry.state  # the error, or the report, of what is missing comes of the filling
         elif is_optimizer(owner) and (lacking := self._moments(saved) - here):
             raise MismatchError(
                 path,
@@ -676,27 +676,27 @@ class ExpandedTree:
                 hint="Leave it out with `...`, and the one here stays as it is",
             )
         as_here = compares_arrays(owner) or (is_optimizer(owner) and self._moments(saved) == here)
-        plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
+        plan = plan_state(path, owner, saved, live=entry.live, rank=rank, namespace=namespace)
         if not as_here and not plan.has_tensors_of():  # sparse tensors, for one, have other sizes
-            whole, saved = True, self._saved(found, load, arrays=True)
+            whole, saved = True, self._saved(entry, load, arrays=True)
             leaves = (leaf for _, leaf in self._leaves_of(saved))
             saved = replace_leaves(saved, leaves, namespace=namespace)  # makes those of a tree in memory
-            plan = plan_state(path, owner, saved, live=found.live, rank=rank, namespace=namespace)
-        found.state = ...
+            plan = plan_state(path, owner, saved, live=entry.live, rank=rank, namespace=namespace)
+        entry.state = ...
         if not whole and self._has_arrays(saved):
             plan.fill_in_place(as_here=as_here)
-            self._fill_state(found, plan, load)
+            self._fill_state(entry, plan, load)
         elif all(leaf is not ... for _, leaf in self._leaves_of(plan.state)):
-            found.plan = plan  # else a part of it is not selected, or damaged
+            entry.plan = plan  # else a part of it is not selected, or damaged
 
-    def _fill_state(self, found: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
+    def _fill_state(self, entry: _StatefulLeaf, plan: StatePlan, load: LoadSaved) -> None:
         """Has a state filled, with the tensors in it that are made of others."""
-        found.state = plan.state
-        found.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=found.path)
-        if found.inside is not None:
-            found.state = found.inside.target(load)
+        entry.state = plan.state
+        entry.inside = expand_states(plan.state, rank=self.rank, namespace=self.namespace, above=entry.path)
+        if entry.inside is not None:
+            entry.state = entry.inside.target(load)
         if all(leaf is not ... for _, leaf in self._leaves_of(plan.state)):
-            found.plan = plan
+            entry.plan = plan
 
     def _has_arrays(self, state: Any) -> bool:
         return any(is_array(leaf) for _, leaf in self._leaves_of(state))
@@ -709,31 +709,31 @@ class ExpandedTree:
 
     def _take_back(self, target: Any) -> int:
         """Passes objects their states, and stores values of a filled tree in containers; returns the further leaves."""
-        whole = {id(found.state) for found in self.found.values() if found.state is not ...}
-        owners = {self.leaves[position][0]: found.owner for position, found in self.found.items()}
+        whole = {id(entry.state) for entry in self.objects.values() if entry.state is not ...}
+        owners = {self.leaves[position][0]: entry.owner for position, entry in self.objects.items()}
         _, leaves = flatten(target, rank=self.rank, namespace=self.namespace, whole=whole)
         filled = iter([owners.get(path, leaf) for path, leaf in leaves])
         new = replace_leaves(target, filled, namespace=self.namespace, whole=whole)
-        objects = {id(found.owner) for found in self.found.values()}  # each object stays, in a new tuple too
+        objects = {id(entry.owner) for entry in self.objects.values()}  # each object stays, in a new tuple too
         update_in_place(
             self.original, new, is_value=lambda x: id(x) in objects or is_value(x), namespace=self.namespace
         )
         loaded = 0
-        for found in self.found.values():
-            if found.inside is not None:
-                loaded += found.inside._take_back(found.state)
-            if found.inside is not None and not is_stateful(found.owner):
-                content: Any = found.inside.original
-                found.owner.update((key, value) for key, value in content.items() if found.owner[key] is not value)
-            elif found.plan is not None:
-                if self.rank == 0 and is_disabled_scaler(found.owner) and found.plan.state:
+        for entry in self.objects.values():
+            if entry.inside is not None:
+                loaded += entry.inside._take_back(entry.state)
+            if entry.inside is not None and not is_stateful(entry.owner):
+                content: Any = entry.inside.original
+                entry.owner.update((key, value) for key, value in content.items() if entry.owner[key] is not value)
+            elif entry.plan is not None:
+                if self.rank == 0 and is_disabled_scaler(entry.owner) and entry.plan.state:
                     what = "what was saved of a GradScaler was not restored: the one here has enabled=False"
-                    _log.warning("%s: %s", found.path, what)
-                found.plan.load()
-                if found.state is ...:
-                    loaded += len(self._leaves_of(found.plan.state))
-            elif found.content is not ...:
-                parts_adapter().set_content(found.owner, found.content)
+                    _log.warning("%s: %s", entry.path, what)
+                entry.plan.load()
+                if entry.state is ...:
+                    loaded += len(self._leaves_of(entry.plan.state))
+            elif entry.content is not ...:
+                parts_adapter().set_content(entry.owner, entry.content)
                 loaded += 1
         return loaded
 

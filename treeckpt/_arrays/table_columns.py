@@ -25,18 +25,18 @@ from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMem
 
 INT64 = "int64"
 CHECKED_ROWS = 1 << 20
-"""Rows whose order is checked at a time."""
+"""The number of rows whose order is checked at a time."""
 THREADS = 4
-"""Threads that gather rows: each waits for memory most of the time, whose bandwidth allows more."""
+"""The number of threads that gather rows: each waits for memory most of the time, whose bandwidth allows more."""
 GATHER_NBYTES = 1 << 20
-"""Bytes that a thread gathers at a time."""
+"""The bytes that a thread gathers at a time."""
 
 
 class TableRows(msgspec.Struct, frozen=True):
     """The ids of a table to save, and their order."""
 
     ids: np.ndarray
-    """In host memory, in the order of the table, int64[N]."""
+    """The ids in host memory, in the order of the table: int64[N]."""
     arranged: RowOrder
     together: Executor
 

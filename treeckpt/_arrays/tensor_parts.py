@@ -35,7 +35,7 @@ from .registry import decode_of_library, encode_of_library, resolve
 from .torch import PLAIN_CLASSES, as_kind, dtype_name, kind_of
 
 _OWN_WAYS = ("torch.distributed", "torch._subclasses")
-"""Packages whose subclasses are no tensors in parts: DTensor, results that are not there yet, fake tensors."""
+"""The packages whose subclasses are no tensors in parts: DTensor, results that are not there yet, fake tensors."""
 _NESTED = "torch:nested"
 _JAGGED = "torch:jagged"
 _COMPRESSED = {
@@ -44,7 +44,7 @@ _COMPRESSED = {
     "torch:sparse_bsr": (torch.sparse_bsr, "crow_indices", "col_indices"),
     "torch:sparse_bsc": (torch.sparse_bsc, "ccol_indices", "row_indices"),
 }
-"""By class in files: the layout, and the names of its indices."""
+"""The layout, and the names of its indices, by class in files."""
 _COO = "torch:sparse_coo"
 _LAYOUTS = frozenset(layout for layout, *_ in _COMPRESSED.values())
 _STRIDED = torch.strided

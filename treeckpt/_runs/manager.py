@@ -71,7 +71,7 @@ from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 if TYPE_CHECKING:  # they import torch
     from ..training._modules import Modules
     from ..training._optimizers import Optimizers
-    from ..training._restore import RestoreReport
+    from ..training._report import RestoreReport
 
 _log = logging.getLogger("treeckpt")
 _LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}

@@ -11,26 +11,28 @@ from __future__ import annotations
 import glob
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .. import _api
-from .._arrays.registry import is_value
-from .._arrays.stateful import LoadsSavedState, is_optimizer, object_states, plan_state
+from .._arrays.stateful import LoadsSavedState, StatePlan, is_optimizer, object_states, plan_state
 from .._core.format.records import Index
 from .._core.tree.containers import PerRank
-from .._core.tree.flatten import flatten, update_in_place
+from .._core.tree.flatten import flatten
 from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint
 from .._loading.keywords import ONLY_OF_LOAD
 from .._loading.match import LoadOptions
-from .._loading.options import Fallback, Policy, read_alone
+from .._loading.options import Policy, read_alone
 from ..errors import MismatchError, TreeError
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
+
+if TYPE_CHECKING:  # it imports torch
+    from ..training._user_state import TreeToFill
 
 OBJECTS, READERS = "registered", "io"
 """The keys at the root of the tree under which shared objects and readers are saved."""
@@ -99,20 +101,33 @@ class RegisteredState:
         Raises:
             The errors of `treeckpt.load`; nothing that is registered has changed then.
         """
+        if not self and into is not None:
+            return _api.load_into(checkpoint, into, comm=comm, **options)
         if not self:
-            if into is not None:
-                return _api.load_into(checkpoint, into, comm=comm, **options)
             return _api.load(checkpoint, like, comm=comm, **options)
-
-        def load(target: dict[str, Any], options: Mapping[str, Any]) -> Any:
-            if into is not None:
-                rest = dict.fromkeys((OBJECTS, READERS), ...)
-                return _fill(checkpoint, _as_dict(into), {**rest, **target}, comm, options)
+        selection = _RegisteredSelection(checkpoint.index, options)
+        options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
+        readers = self._plan_readers(checkpoint, selection, comm, options)
+        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
+        trees = _trees_with_optimizers(things, checkpoint, selection, comm, options)
+        target: dict[str, Any] = {}
+        if things or selection.has_unregistered(OBJECTS, self.objects):
+            target = {OBJECTS: things | {name: tree.target for name, tree in trees.items()}, READERS: ...}
+        if into is not None:
+            rest = dict.fromkeys((OBJECTS, READERS), ...)
+            result = _fill(checkpoint, _as_dict(into), {**rest, **target}, comm, options)
+        else:
             result = _load(checkpoint, like, checkpoint.index, comm, options)
-            self._fill_objects(checkpoint, target, comm, options)
-            return result
-
-        return self._restore(checkpoint, load, comm, options)
+            if target:  # the registered objects alone
+                filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
+                filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
+                rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
+                _fill(checkpoint, {}, {**rest, **target}, comm, filling)
+        for tree in trees.values():
+            tree.take_back()
+        for reader in readers:
+            reader.load()
+        return result
 
     def restore_training(
         self, checkpoint: Checkpoint, model: Any, optimizer: Any, comm: Comm, options: Mapping[str, Any]
@@ -123,24 +138,17 @@ class RegisteredState:
             The errors of `treeckpt.training.restore`.
         """
         from ..training import restore
-        from ..training._groups import held_values, put_back
-        from ..training._optimizers import all_groups
-
-        def load(target: dict[str, Any], own: Mapping[str, Any]) -> Any:
-            report = restore(checkpoint, model, optimizer, comm=comm, **options)
-            held = held_values(all_groups(optimizer))
-            self._fill_objects(checkpoint, target, comm, own)
-            put_back(held)  # a registered scheduler may have written others into the groups
-            return msgspec.structs.replace(report, ignored=self._ignored(report.ignored, checkpoint.index))
+        from ..training._restore import WithObjects
 
         if not self:
-            return load({}, {})
-        strict = options.get("strict", True)
-        own = {key: options[key] for key in ("cast", "read", "allow_pickle", "namespace") if key in options}
-        own["strict"] = "missing" if strict is True else strict  # what is not registered is the training state
-        fallback: Fallback = options["fallback"]
-        own["fallback"] = Fallback(per_rank="take" if fallback.per_rank == "take" else "error")
-        return self._restore(checkpoint, load, comm, own)
+            return restore(checkpoint, model, optimizer, comm=comm, **options)
+        selection = _RegisteredSelection(checkpoint.index, {"strict": options.get("strict", True)})
+        readers = self._plan_readers(checkpoint, selection, comm, options)
+        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
+        report = restore(WithObjects(checkpoint, {OBJECTS: things}), model, optimizer, comm=comm, **options)
+        for reader in readers:
+            reader.load()
+        return msgspec.structs.replace(report, ignored=self._ignored(report.ignored, checkpoint.index))
 
     def _ignored(self, parts: Iterable[str], index: Index) -> tuple[str, ...]:
         """Returns the parts of a checkpoint that a restore did not ask for, without what is registered."""
@@ -151,57 +159,13 @@ class RegisteredState:
             found += [name for name in dict.fromkeys(there) if name not in ours] if ours else [part]
         return tuple(found)
 
-    def _restore(
-        self,
-        checkpoint: Checkpoint,
-        load: Callable[[dict[str, Any], Mapping[str, Any]], Any],
-        comm: Comm,
-        options: Mapping[str, Any],
-    ) -> Any:
-        """Restores what is registered together with a tree.
-
-        Args:
-            load: fills a target with the registered objects, and the tree, with the options for both; returns the
-                result.
-        """
-        selection = _RegisteredSelection(checkpoint.index, options)
-        options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
-        namespace = options.get("namespace", "")
-        plans = {
-            name: plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state, namespace=namespace)
-            for name, state in self._states(checkpoint, selection, comm, options).items()
-        }
-        things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
-        resumed = _wrap_optimizers(things, checkpoint, selection, comm, options)
-        target = {OBJECTS: resumed, READERS: ...} if things or selection.has_unregistered(OBJECTS, self.objects) else {}
-        result = load(target, options)
-        for name, thing in resumed.items():
-            if thing is not things[name]:
-                from ..training._resume import without_resumed_optimizers
-
-                made = without_resumed_optimizers(thing, namespace)
-                update_in_place(things[name], made, is_value=is_value, namespace=namespace)
-        for plan in plans.values():
-            plan.load()
-        return result
-
-    def _fill_objects(
-        self, checkpoint: Checkpoint, target: dict[str, Any], comm: Comm, options: Mapping[str, Any]
-    ) -> None:
-        """Fills the registered objects alone."""
-        if target:
-            filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
-            filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
-            rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
-            _fill(checkpoint, {}, {**rest, **target}, comm, filling)
-
-    def _states(
+    def _plan_readers(
         self, checkpoint: Checkpoint, selection: _RegisteredSelection, comm: Comm, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Returns this rank's state of each reader."""
+    ) -> list[StatePlan]:
+        """Loads this rank's state of each reader; returns what these take."""
         wanted = selection.wanted(READERS, self.readers)
         if not wanted:
-            return {}
+            return []
         world = selection.index.world
         changed = {name: self.readers[name].changed for name in wanted} if comm.size != world else {}
         for name in (name for name, policy in changed.items() if policy == "error"):
@@ -229,7 +193,12 @@ class RegisteredState:
             read=read_alone(options["read"]),
             **reading,
         )
-        return found if merges else {name: found[name].value for name in wanted}
+        states = found if merges else {name: found[name].value for name in wanted}
+        namespace = options.get("namespace", "")
+        return [
+            plan_state(f"{READERS}/{key_text(name)}", self.readers[name].owner, state, namespace=namespace)
+            for name, state in states.items()
+        ]
 
 
 class _RegisteredSelection:
@@ -282,33 +251,30 @@ class _RegisteredSelection:
         )
 
 
-def _wrap_optimizers(
-    things: dict[str, Any],
+def _trees_with_optimizers(
+    things: Mapping[str, Any],
     checkpoint: Checkpoint,
     selection: _RegisteredSelection,
     comm: Comm,
     options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the objects with each optimizer wrapped so that it takes the saved state even if it has none yet."""
+) -> dict[str, TreeToFill]:
+    """Returns the objects that hold optimizers, to be filled so that these take a state even if they have none yet."""
     namespace = options.get("namespace", "")
-    optimizers = "torch" in sys.modules and [
+    names = "torch" in sys.modules and [
         name
         for name, thing in things.items()
         if any(is_optimizer(leaf) for _, leaf in flatten(thing, namespace=namespace)[1])
     ]
-    if not optimizers or options["fallback"].on_corrupt == "skip":
-        return things
-    from ..training._resume import with_resumed_optimizers
+    if not names or options["fallback"].on_corrupt == "skip":
+        return {}
     from ..training._sources import CheckpointSource
+    from ..training._user_state import TreeToFill
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
     source = CheckpointSource(
         checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules)
     )
-    found = {
-        name: with_resumed_optimizers(things[name], (OBJECTS, name), source, selection.selects) for name in optimizers
-    }
-    return {**things, **found}
+    return {name: TreeToFill(things[name], (OBJECTS, name), source, selection.selects) for name in names}
 
 
 def _fill(

@@ -90,20 +90,20 @@ class RankProposal(msgspec.Struct, array_like=True):
     path: str
     options: CommonOptions
     inventory: bytes = b""
-    """Digest of the rank's inventory."""
+    """The digest of the rank's inventory."""
     contents: bytes = b""
-    """Digest of the contents that replicas must share."""
+    """The digest of the contents that replicas must share."""
     cached_plan: str = ""
-    """Key of the plan that the rank has kept from the save before."""
+    """The key of the plan that the rank has kept from the save before."""
     own_values: dict[str, Value] = {}
     running: str = ""
     """The path of a background save that has not ended on this rank; then there is no tree."""
     pieces: dict[bytes, bytes] = {}
-    """For groups of pieces that other ranks hold too: a digest of their keys, and one of their contents."""
+    """The digest of the keys, and that of the contents, for each group of pieces that other ranks hold too."""
     metadata: dict[str, bytes] = {}
-    """Digests of the values of `custom_metadata`."""
+    """The digests of the values of `custom_metadata`."""
     files: dict[str, str] = {}
-    """Checksums of the sidecar files that are given to the rank; "" for a path, which rank 0 alone reads."""
+    """The checksums of the sidecar files that the rank is given; "" for a path, which rank 0 alone reads."""
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -112,19 +112,19 @@ class Decision(msgspec.Struct, array_like=True):
     save_id: str
     created_ns: int
     key: str
-    """Names the global plan that follows from all inventories."""
+    """The key of the global plan that follows from all inventories."""
     representatives: tuple[int, ...] = ()
-    """Ranks that send their contents, and inventory; none where all are equal."""
+    """The ranks that send their contents and their inventory; none where all are equal."""
     plan_is_cached: bool = False
     """Whether every rank has kept that plan: then inventories are not sent."""
     skipped: bool = False
-    """A rank is still busy with an earlier save, and the options say to do nothing then."""
+    """Whether nothing is saved, as a rank is still busy with an earlier save and the options say so."""
     conflict: bool = False
-    """Ranks that hold the same pieces have different contents in them: representatives send digests of each."""
+    """Whether ranks have different contents in the same pieces: representatives send the digest of each piece then."""
     boxes: Boxes = ()
-    """Without representatives, the same as `MergedTree.boxes`."""
+    """The boxes that ranks compare in one more step; without representatives alone, see `MergedTree`."""
     contents_differ: bool = False
-    """Ranks with equal inventories have different contents: representatives send digests of all of these."""
+    """Whether ranks with equal inventories have different contents: representatives send all digests then."""
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -140,9 +140,9 @@ class MergedTree(msgspec.Struct, array_like=True):
 
     global_tree: GlobalTree | None
     boxes: Boxes = ()
-    """What ranks compare in one more step."""
+    """The boxes that ranks compare in one more step."""
     common: tuple[str, ...] = ()
-    """With a global tree: the paths that are in several inventories."""
+    """The paths that are in several inventories; none without a global tree."""
 
 
 class ContestedBoxes(msgspec.Struct, frozen=True):
@@ -174,21 +174,21 @@ class AgreedSave(msgspec.Struct, frozen=True):
     recorder: Recorder
     info: SaveInfo
     sources: dict[str, ArraySource]
-    """This rank's arrays, by path; emptied once they are copied."""
+    """The rank's arrays by path; it is emptied once they are copied."""
     plan: GlobalPlan | None
-    """None where this rank could not compute it: the others learn that from its report."""
+    """The plan of all ranks; None where this rank could not compute it, which the others learn from its report."""
     error: Exception | None
-    """Why it could not."""
+    """Why the rank could not compute the plan."""
     files: dict[str, bytes]
-    """On rank 0 the contents of the sidecar files; emptied once they are written."""
+    """The contents of the sidecar files, on rank 0; it is emptied once they are written."""
     round: Round | None = None
-    """The conversation in which several ranks complete the save."""
+    """The conversation in which several ranks complete the save; None for one rank."""
     lineage: LineageSource | None = None
     look: PathLook | None = None
-    """Of a save of one rank to an object store: its result is not waited for in the agreement, but must be before
-    anything is sent."""
+    """The look at the path of an object store, for one rank: its result is not waited for in the agreement, but must be
+    known before anything is sent."""
     record: ProgressRecorder | None = None
-    """The progress record of the save, on rank 0; it must be ended with the save."""
+    """The progress record of the save, on rank 0; it is to be ended with the save."""
 
     def abandon(self, error: BaseException) -> None:
         """Tells the other ranks that this one leaves the save because of an error."""
@@ -270,7 +270,7 @@ class _Agreement:
     recorder: Recorder
     previous: PreviousSave
     exchange: Exchange | None
-    """Of several ranks."""
+    """How several ranks exchange messages; None for one rank."""
     described: DescribedTree = dataclasses.field(init=False)
     metadata: dict[str, Value] = dataclasses.field(default_factory=dict[str, Value])
     files: dict[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])

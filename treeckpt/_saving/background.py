@@ -130,15 +130,15 @@ class _BackgroundSave:
         self._session, self._agreed, self._plan, self._pending = session, agreed, plan, pending
         self._open_contexts = open_contexts
         self.blocked_seconds = 0.0
-        """How long the caller was held up."""
+        """The seconds for which the caller was held up."""
         self._address: bytes | None = None
-        """Of the store for the writer process; None to write from this one."""
+        """The address of the store for the writer process; None to write from this one."""
         self._error: Exception | None = None
         """Why this rank cannot write; the other ranks learn it from the report."""
         self._lease: Lease | None = None
         self._is_staged = False
         self._begun = threading.Lock()
-        """Taken for good by the thread that writes, or by `give_up`, whichever comes first."""
+        """It is taken for good by the thread that writes, or by `give_up`, whichever comes first."""
 
     def start_process(self) -> None:
         """Starts the writer process, if there can be one and it can open the store."""

@@ -127,9 +127,9 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     background: BackgroundOptions = BackgroundOptions()
     plan_only: bool = False
-    """Ranks only agree on the plan: nothing is written, and the path is not looked at."""
+    """Whether ranks only agree on the plan: nothing is written, and the path is not looked at."""
     lineage: LineageSource | None = None
-    """Gives a save of a manager its place in the run."""
+    """What gives a save of a manager its place in the run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 NICENESS = 10
-"""Added to the writer's niceness: beside one busy training thread on the same core it gets a tenth of the time."""
+"""What is added to the writer's niceness: beside one busy training thread on a core it gets a tenth of the time."""
 _IO_PRIORITY = 2 << 13 | 7  # best effort, the lowest of its levels; the idle class could be starved for ever
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of the system call, by machine."""

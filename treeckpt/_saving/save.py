@@ -53,7 +53,7 @@ from .shard_writer import (
 )
 
 SIDECAR_WRITERS = 8
-"""Sidecar files that are written at a time: to an object store each takes a request."""
+"""The number of sidecar files that are written at a time: to an object store each takes a request."""
 
 
 def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> SaveReport:

@@ -36,9 +36,9 @@ class PreviousSave(msgspec.Struct, frozen=True):
     """State of this rank's previous background save."""
 
     error: Exception | None = None
-    """Why it failed, if that was not reported to anyone yet: the next save fails with it."""
+    """The error of a save that failed, if it was not reported to anyone yet: the next save fails with it."""
     running: str = ""
-    """The path of one that has not ended; empty if none is running."""
+    """The path of a save that has not ended; empty if none is running."""
 
 
 class Pending(BackgroundCall[SaveReport | None]):
@@ -133,7 +133,7 @@ class Session:
 
     def __init__(self) -> None:
         self.starting = threading.Lock()
-        """Held while a save is agreed on and staged: one at a time."""
+        """The lock that is held while a save is agreed on and staged: one at a time."""
         self.writer = WriterProcess()
         self.pool = ArenaPool(on_close=self.writer.detach)
         self.current: Pending | None = None
@@ -185,9 +185,9 @@ def session_of(comm: Comm) -> Session:
 # the end of the process, and forks ------------------------------------------------------------------------------------
 
 QUIET_SECONDS = 1.0
-"""Seconds of waiting before a line is printed."""
+"""The seconds of waiting before a line is printed."""
 EXIT_GRACE = 60.0
-"""Seconds to wait beyond a save's own time limits."""
+"""The seconds to wait beyond a save's own time limits."""
 
 
 class ForkAware(Protocol):

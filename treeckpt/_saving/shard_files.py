@@ -45,22 +45,22 @@ from .._threads import ThreadPool
 from ..errors import CheckpointError, StoreError
 
 BUFFER = 8 << 20
-"""Bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
+"""The bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
 BUFFER_COUNT = 4
 WRITE_THREADS = 3
 READ_PART = 6 << 20
-"""Bytes that are read at a time of an array that is not in host memory. A reader may have two copies of them; with the
-buffers and all small objects a conversion stays within 56 MiB."""
+"""The bytes that are read at a time of an array that is not in host memory. A reader may have two copies of them; with
+the buffers and all small objects a conversion stays within 56 MiB."""
 MEMMOVE_LIMIT = 64 << 10
-"""Bytes up to which an array is copied by its address: for a larger one the time that numpy takes to begin is small."""
+"""The bytes up to which an array is copied by its address: for a larger one the time until numpy begins is small."""
 SENDINGS = 3
 """How often a shard is sent, at most, where the store refuses a part of an upload for a reason that passes."""
 UPLOADS = 4
-"""Shards that are sent at a time: the checksums of one, and the ends of others, cost no time of the network."""
+"""The number of shards that are sent at a time: checksums of one, and ends of others, cost no time of the network."""
 COPIES = 512 << 20
-"""Bytes of the copies of all shards that are being sent at a time."""
+"""The largest number of bytes of the copies of all shards that are being sent."""
 IN_PLACE = 256 << 10
-"""Bytes from which an array is sent from where it is: a smaller piece costs more to hand over than to copy."""
+"""The bytes from which an array is sent from where it is: a smaller piece costs more to hand over than to copy."""
 
 
 class ShardFile(msgspec.Struct, frozen=True):
@@ -365,7 +365,7 @@ class _PieceSink:
     def __init__(self, buffers: _CopyBuffers, take: Callable[[np.ndarray], None]) -> None:
         self._buffers, self._take = buffers, take
         self._rest = np.empty(0, np.uint8)
-        """Of a buffer: what is filled and not handed over yet, and what is still free."""
+        """The rest of a buffer: what is filled and not handed over yet, and what is still free."""
         self._filled = 0
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
@@ -410,10 +410,10 @@ class _AreaHasher:
         self._hashes, self._pool = [0] * block_count(nbytes), pool
         self._parts: list[np.ndarray] = []
         self._held = self._start = 0
-        """Bytes in `_parts`, and where they begin in the data area."""
+        """The number of bytes in `_parts`, and where they begin in the data area."""
         self._pending: list[Future[int]] = []
         self.ns = 0
-        """Time of all threads together, after `finish`."""
+        """The nanoseconds of all threads together, known after `finish`."""
 
     def add(self, piece: np.ndarray) -> None:
         while len(piece):
@@ -481,7 +481,7 @@ class _ShardUpload:
         count = max(writing.copies, plan.nbytes // 4096) // BUFFER + 4
         self._buffers = _CopyBuffers(count, self._forget)
         self.counted = 0
-        """Bytes that count as written."""
+        """The number of bytes that count as written."""
         self._kept: list[np.ndarray] | None = []
         """The pieces of the data area, while there is memory for the copies among them."""
 

@@ -25,11 +25,11 @@ from .._core.format.lineage import Lineage
 from .._core.format.records import FileTable, Index, build_index, file_table
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from .._core.planning.save_plan import ChunkOffsets, FilePlan, GlobalPlan, SingleChunkOffset
+from .._core.planning.save_plan import FilePlan, GlobalPlan
 from .._core.sharding.int_runs import encode_runs
 from .._core.tree.value_codec import Value
 from .._io.comm.collective import Fault, to_fault
-from .._io.os_errors import FULL, wrap_write_error, write_errors_wrapped
+from .._io.os_errors import FULL, wrap_write_error
 from .._io.process import send_late
 from .._io.storage.checkpoint import read_index
 from .._io.storage.deletions import clear_leftovers, delete_files, restore_index, take_back_index, unlocked_sizes
@@ -54,13 +54,13 @@ class IndexContent(msgspec.Struct, frozen=True, array_like=True):
 
     metadata: dict[str, Value] = {}
     values: dict[str, Value] = {}
-    """Of the leaves that ranks share."""
+    """The values of the leaves that ranks share."""
     own_values: tuple[tuple[str, int, Value], ...] = ()
-    """Of the leaves under `PerRank`, as (path, rank, value)."""
+    """The values of the leaves under `PerRank`, as (path, rank, value)."""
     replaced: str = ""
     """The id of the save that is overwritten."""
     lineage: Lineage | None = None
-    """Of a manager's checkpoint."""
+    """The place of a manager's checkpoint in its run."""
     sidecars: tuple[Sidecar, ...] = ()
 
 
@@ -73,7 +73,7 @@ class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
     created_ns: int
     options: CommonOptions
     content: IndexContent | None = None
-    """None on ranks other than 0."""
+    """What the index holds; None on ranks other than 0."""
 
     @property
     def replaces(self) -> bool:
@@ -101,14 +101,14 @@ class CommitResult(msgspec.Struct, array_like=True):
 
     faults: tuple[Fault, ...]
     in_place: bool
-    """With faults: the index may have been published all the same, so the files must stay."""
+    """Whether the index may have been published in spite of the faults: then the files must stay."""
 
 
 class ShardWriter(Protocol):
     """Writes the shards of one save on one rank; on rank 0 it also publishes the index."""
 
     error: Exception | None
-    """This rank's failure, where there is one."""
+    """The failure of this rank, where there is one."""
     trace: str
     """The traceback of a failure in another process."""
 
@@ -135,7 +135,7 @@ class TreeShardSource(msgspec.Struct, frozen=True):
 
     plan: GlobalPlan
     sources: Mapping[str, ArraySource]
-    """This rank's arrays, by path."""
+    """The rank's arrays by path."""
 
     @property
     def private(self) -> bool:
@@ -181,10 +181,12 @@ class PathLook:
             CheckpointError: the directory cannot be made, listed or written.
         """
         try:
-            with write_errors_wrapped(self._store.url, expected="a directory that can be made and written"):
-                return self._result()
-        except BaseException:
+            return self._result()
+        except BaseException as error:
             self.record.end()
+            if isinstance(error, OSError):
+                expected = "a directory that can be made and written"
+                raise wrap_write_error(error, self._store.url, expected=expected) from error
             raise
 
     def _result(self) -> str:
@@ -194,24 +196,28 @@ class PathLook:
             try:
                 self.record.begin()
             except OSError as error:
-                names = self._names()
+                names = self._checked(store.sizes())
                 if error.errno not in FULL:
                     raise
                 self._clear(names)  # what fills the disk may be what dead saves left here
                 self.record.begin()
-            names = self._names()
+            names = self._checked(store.sizes())
         else:
-            names = self._listing.result()
-            self._check_absent(names)
+            names = self._checked(self._listing.result())
             self._recorded.result()
         return self._clear(names)
 
-    def _names(self) -> dict[str, int]:
+    def _checked(self, names: dict[str, int]) -> dict[str, int]:
         """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
-        names = self._store.sizes()
         if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
             names = self._store.sizes()
-        self._check_absent(names)
+        if INDEX_NAME in names and not self._overwrite:
+            raise CheckpointExists(
+                self._store.url,
+                expected="no checkpoint",
+                found="one",
+                hint="Save to another path, or pass overwrite=True",
+            )
         return names
 
     def _clear(self, names: dict[str, int]) -> str:
@@ -223,15 +229,6 @@ class PathLook:
                 replaced = read_index(self._store).save_id
         clear_leftovers(self._store, names.keys() - {self.record.name}, known=replaced)
         return replaced
-
-    def _check_absent(self, names: dict[str, int]) -> None:
-        if INDEX_NAME in names and not self._overwrite:
-            raise CheckpointExists(
-                self._store.url,
-                expected="no checkpoint",
-                found="one",
-                hint="Save to another path, or pass overwrite=True",
-            )
 
 
 class InlineWriter:
@@ -270,15 +267,17 @@ class InlineWriter:
         self._on_interrupt: Callable[[BaseException], None] = lambda error: None
         self._refusal: Exception | None = None
         """Why the look at the path forbids the save."""
-        self._note, self._keeps_note = record, record is not None
+        self._record, self._has_begun = record, record is not None
+        self._index: Index | None = None
+        """What of the index is known before all ranks have written, kept by `write` on rank 0."""
         self._begun: Future[None] | None = None
-        """Of `_begin`, where it waits for an object store."""
+        """The call of `_begin`, where that waits for an object store."""
         self._recorded: Future[None] | None = None
-        """Of the first write of this process's own record, where it waits for an object store."""
+        """The first write of this process's own record, where that waits for an object store."""
         self._unlocked: Future[dict[str, int]] | None = None
-        """Of the look for locks on the index of an object store: its listing goes beside the shards."""
+        """The look for locks on the index of an object store: its listing goes beside the shards."""
         self._timings_over: Event | None = None
-        """Set when the thread has ended that writes the timings to an object store, beside the index and once more."""
+        """It is set when the thread has ended that writes timings to an object store, beside the index and after it."""
         self._decided, self._is_committed = Event(), False
         """Whether it is known how the save ends, and whether it is committed."""
         self._written = False
@@ -297,8 +296,11 @@ class InlineWriter:
                 raise self.error
             assert plan is not None and source is not None, "a rank without them has an error"
             self._begin_record(plan.own.nbytes)
-            assert self._note is not None, "it was just set"
-            manifest = manifest_of(info, plan)
+            assert self._record is not None, "it was just set"
+            manifest = None
+            if info.rank == 0:  # its first shard keeps what of the index is known, to rebuild a lost one
+                self._index = index_before_files(info, plan)
+                manifest = encode_manifest(self._index)
             files = [
                 ShardFile(entries, name, encode_header(shard_header(info, plan, file, manifest)))
                 for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
@@ -307,14 +309,14 @@ class InlineWriter:
                 self._store,
                 source,
                 self.recorder,
-                record=self._note,
+                record=self._record,
                 begun=self._begun,
                 recorded=self._recorded,
                 on_interrupt=on_interrupt,
             )
             write_files(writing, files)
             writing.before_commit()  # a rank without shards has not waited yet
-            self._note.commit()
+            self._record.commit()
             self._written = True
             rows = [(info.rank, file.plan.part, file.plan.stream, file.plan.nbytes, len(file.header)) for file in files]
             return WriteReport(None, tuple(rows))
@@ -327,18 +329,18 @@ class InlineWriter:
 
     def _begin_record(self, planned: int) -> None:
         """Begins or continues the progress record; in an object store threads do what waits for an answer."""
-        store, info, note = self._store, self._info, self._note
-        if note is None:
+        store, info, record = self._store, self._info, self._record
+        if record is None:
             first = first_progress(info.save_id, info.rank, info.world, info.options.step, time.time_ns())
-            note = self._note = ProgressRecorder(store, first, on_progress=self._on_progress)
-        note.expect(planned)
+            record = self._record = ProgressRecorder(store, first, on_progress=self._on_progress)
+        record.expect(planned)
         if not store.traits.conditional:
-            if not self._keeps_note:
-                note.begin()
+            if not self._has_begun:
+                record.begin()
             return
-        begun = self._begun = call_in_thread(partial(self._begin, note), "treeckpt-begin")
-        if not self._keeps_note:
-            self._recorded = call_in_thread(note.begin, "treeckpt-record")
+        begun = self._begun = call_in_thread(partial(self._begin, record), "treeckpt-begin")
+        if not self._has_begun:
+            self._recorded = call_in_thread(record.begin, "treeckpt-record")
         if info.rank == 0:
 
             def look_for_locks() -> dict[str, int]:
@@ -347,7 +349,7 @@ class InlineWriter:
 
             self._unlocked = call_in_thread(look_for_locks, "treeckpt-locks")
 
-    def _begin(self, note: ProgressRecorder) -> None:
+    def _begin(self, record: ProgressRecorder) -> None:
         """Waits for the look at the path, and asks the store for the conditional writes of the commit."""
         if self._look is not None:
             try:
@@ -355,7 +357,7 @@ class InlineWriter:
             except Exception as error:
                 self._refusal = error
                 raise
-        note.check_condition(replaces=self._info.replaces)
+        record.check_condition(replaces=self._info.replaces)
 
     def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
@@ -365,7 +367,7 @@ class InlineWriter:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
                 with recorder.span("publish"):
-                    index = complete_index(info, plan, reports)
+                    index = with_files(self._index or index_before_files(info, plan), plan, reports)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
@@ -375,7 +377,7 @@ class InlineWriter:
                     sizes = self._unlocked.result() if self._unlocked is not None else None
                     publishing = True
                     self._publish(data, partial(self._check_files, index, sizes))
-                    if self._note is not None and self._note.has_lapsed:
+                    if self._record is not None and self._record.has_lapsed:
                         check_still_there(store, index)
             except Exception as caught:
                 error = wrap_write_error(caught, store.url)
@@ -443,11 +445,11 @@ class InlineWriter:
 
     def end(self) -> None:
         late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
-        if self._note is not None:
-            self._note.end(wait=not late)
+        if self._record is not None:
+            self._record.end(wait=not late)
         if not late:
             self._wait_timings()
-        if self._note is None:
+        if self._record is None:
             return
         if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
@@ -488,11 +490,6 @@ def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
     return [*shard_names(info, plan), *(stored_name(info.save_id, sidecar.name) for sidecar in sidecars)]
 
 
-def manifest_of(info: SaveInfo, plan: GlobalPlan) -> str | None:
-    """Returns what the coordinator's first shard keeps of the tree, to rebuild a lost index; None on other ranks."""
-    return encode_manifest(_index(info, plan, None, FileTable())) if info.rank == 0 else None
-
-
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
     """Returns the header of a shard, with zeros in the place of the checksums, and the manifest in the first one."""
     entries: list[ShardEntry] = []
@@ -513,25 +510,13 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
     )
 
 
-def complete_index(info: SaveInfo, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
-    """Returns the index of a save that all ranks have written."""
-    rows = [row for report in reports.values() for row in report.files]
-    placed, totals = plan.placement
-    for rank, report in reports.items():
-        written = sum(row[3] for row in report.files)
-        if written != totals[rank]:
-            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
-    return _index(info, plan, placed, file_table(rows))
-
-
-def _index(
-    info: SaveInfo, plan: GlobalPlan, placed: Mapping[int, ChunkOffsets | SingleChunkOffset] | None, files: FileTable
-) -> Index:
-    content = info.content or IndexContent()
+def index_before_files(info: SaveInfo, plan: GlobalPlan) -> Index:
+    """Returns the index of a save but for its files: those are known when all ranks have written."""
+    content, (placed, _) = info.content or IndexContent(), plan.placement
     index = build_index(
         plan.global_tree,
         placed,
-        files,
+        FileTable(),
         values=content.values,
         own_values={(path, rank): value for path, rank, value in content.own_values},
         save_id=info.save_id,
@@ -541,6 +526,17 @@ def _index(
         lineage=content.lineage,
     )
     return msgspec.structs.replace(index, sidecars=content.sidecars)
+
+
+def with_files(index: Index, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
+    """Returns the index of a save that all ranks have written."""
+    _, totals = plan.placement
+    for rank, report in reports.items():
+        written = sum(row[3] for row in report.files)
+        if written != totals[rank]:
+            raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
+    rows = [row for report in reports.values() for row in report.files]
+    return msgspec.structs.replace(index, files=file_table(rows))
 
 
 # publishing, and removing --------------------------------------------------------------------------------------------

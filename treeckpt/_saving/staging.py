@@ -36,14 +36,14 @@ from .._threads import ThreadPool, WorkerThreads
 from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
 
 PARALLEL_COPY = 1 << 20
-"""Bytes from which threads share the copying."""
+"""The bytes of an array from which threads share the copying."""
 COPY_PART = 16 << 20
-"""Bytes that a thread copies at a time."""
+"""The bytes that a thread copies at a time."""
 COPY_THREADS = 2
 UNDERUSED_LEASES = 8
 ARENA_GRANULARITY = 2 << 20
 POPULATE_PART = 64 << 20
-"""Bytes that a thread populates at a time."""
+"""The bytes that a thread populates at a time."""
 POPULATE_THREADS = 2
 
 PinMemory = Callable[[int, int], Callable[[], None]]
@@ -102,7 +102,7 @@ class Arena:
         self._finalizer.atexit = False
         self.lease: Lease | None = None
         self.underused = 0
-        """Leases in a row that took less than half of it."""
+        """The number of leases in a row that took less than half of it."""
 
     @property
     def address(self) -> int:

@@ -82,7 +82,7 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
 
     info: SaveInfo
     address: bytes
-    """Of the store, from `Store.address`."""
+    """The address of the store, from `Store.address`."""
     arena: int
     recorder: RecorderSnapshot
 
@@ -125,9 +125,9 @@ Reply = WriteProgress | Answer
 # the process that saves -----------------------------------------------------------------------------------------------
 
 _REQUEST_TIMEOUT = 60.0
-"""Seconds for requests outside of a save."""
+"""The seconds that a request outside of a save may take."""
 _END_GRACE = 1.0
-"""Seconds that a process which closed its socket has to end by itself, so that its exit code can be reported."""
+"""The seconds that a process which closed its socket has to end by itself, so that its exit code can be reported."""
 _PROGRAM = """
 import sys, types
 fd, parent, package = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -344,7 +344,7 @@ class ProcessWriter:
 # the writer process ---------------------------------------------------------------------------------------------------
 
 _LIGHT = {"treeckpt", *sys.stdlib_module_names}
-"""Packages below which a pickled store may name modules without the import of all of treeckpt."""
+"""The packages below which a pickled store may name modules without the import of all of treeckpt."""
 
 
 class _StoreUnpickler(pickle.Unpickler):
@@ -389,7 +389,7 @@ class WriterServer:
         self._plan: GlobalPlan | None = None
         self._arenas: dict[int, np.ndarray] = {}
         self._error: Exception | None = None
-        """Of a request that has no answer; the next `WriteShards` fails with it."""
+        """The error of a request that has no answer; the next `WriteShards` fails with it."""
         self._writer: InlineWriter | None = None
 
     def handle(self, request: Request, fds: list[int]) -> Answer | None:

@@ -14,13 +14,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from .._report.terminal import print_json
 from .launch import JobFailed, run_job
-from .report import LOSS_TOLERANCE, DemoComparison, build_table, compare_runs
-from .tasks import LAYOUTS, RANKS, Outcome, Resume, Resumed, Task, Train, Trained
+from .tasks import (
+    LAYOUTS,
+    LOSS_TOLERANCE,
+    RANKS,
+    DemoComparison,
+    Layout,
+    Outcome,
+    Resume,
+    Resumed,
+    Saved,
+    Task,
+    Train,
+    Trained,
+    compare_runs,
+)
 
 __all__ = ["main"]
 
@@ -112,6 +127,29 @@ def run_jobs(console: Console, run: Path, steps: int) -> list[DemoComparison]:
     console.print(build_table(trained.saves, train.layout, verdicts))
     console.print(f"run: {run}", markup=False, highlight=False, soft_wrap=True)
     return verdicts
+
+
+def build_table(saves: Sequence[Saved], source: Layout, verdicts: Sequence[DemoComparison]) -> Table:
+    """Builds the table that the demo prints last; it fits into 80 columns."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("what", no_wrap=True)
+    table.add_column("ranks", justify="right", no_wrap=True)
+    table.add_column("layout", no_wrap=True)
+    for name in ("MB", "seconds", "GB/s", "bit-equal", "loss gap"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for saved in saves:
+        table.add_row(f"save {saved.step}", *_cost(source, saved.nbytes, saved.seconds), "", "")
+    for found in verdicts:
+        equal = f"{found.leaves - len(found.different)}/{found.leaves}"
+        cost = _cost(found.task.layout, found.nbytes, found.seconds)
+        style = "green" if found.ok else "bold red"
+        table.add_row(f"load {found.task.step}", *cost, equal, f"{found.gap:.1e}", style=style)
+    return table
+
+
+def _cost(layout: Layout, nbytes: int, seconds: float) -> tuple[str, str, str, str, str]:
+    rate = f"{nbytes / 1e9 / seconds:.3f}" if seconds > 0 else "-"
+    return f"{RANKS[layout]}", LAYOUTS[layout], f"{nbytes / 1e6:.1f}", f"{seconds:.3f}", rate
 
 
 def _run_task(task: Task, text: str, progress: Progress) -> Outcome:

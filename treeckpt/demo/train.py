@@ -30,10 +30,8 @@ from torch.nn import functional
 import treeckpt as tc
 from treeckpt import training
 
-from .data import batch, read_text
 from .fork_ranks import die_with_parent, fork_ranks
-from .layouts import place
-from .model import ModelConfig, build_model
+from .model import ModelConfig, batch, build_model, place, read_text
 from .tasks import RANKS, Digests, Outcome, Resume, Resumed, Saved, Task, Train, Trained, checkpoint_path, outcome_path
 
 ROWS = 8  # of a global batch

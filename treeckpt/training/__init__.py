@@ -43,7 +43,8 @@ with needs_torch(__name__):
     from ._guard import Guard, guard
     from ._hfai import load, save
     from ._rank_state import rng_state, set_rng_state
-    from ._restore import RestoreReport, restore
+    from ._report import RestoreReport
+    from ._restore import restore
 
 __all__ = [
     "Guard",

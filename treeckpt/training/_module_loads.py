@@ -1,4 +1,7 @@
-"""Modules with load code of their own: each gets what was saved of it, as it was saved, by `load_state_dict`.
+"""What the modules of a model take of a checkpoint: tensors that are filled in place, or all by load code of their own.
+
+For those that are filled, what was saved has to fit in kind, shape and dtype, and to agree where several names are one
+tensor. A module with load code of its own gets what was saved of it, as it was saved, by `load_state_dict`.
 
 Own code is an override of `_load_from_state_dict`, a hook before it, `set_extra_state`, or an override of
 `load_state_dict` of a model itself. It may rename, migrate, resize and assign. So nothing at or below such a module is
@@ -16,7 +19,7 @@ import inspect
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -25,15 +28,17 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
 from .._arrays.dtensor import is_dtensor, is_sharded_tensor
-from .._arrays.registry import any_in_parts, new_array, parts_adapter
+from .._arrays.registry import any_in_parts, new_array, parts_adapter, take_apart
 from .._arrays.stateful import StatePlan, load_code_of, object_states, plan_state
 from .._arrays.torch import dtype_name, torch_dtype
 from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import METADATA
 from .._core.tree.flatten import flatten, replace_leaves
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import PerRankNode
+from .._core.tree.structure import PerRankNode, Structure, index_path
+from .._core.tree.tensor_parts import check_same_tensors
 from ..errors import MismatchError, TreeckptError
+from ..rules._rules import check_scaled
 from ._modules import (
     CleanNames,
     Key,
@@ -135,6 +140,137 @@ class ExtraState(msgspec.Struct):
     path: str
     module: nn.Module
     plan: StatePlan
+
+
+# what is filled in place ----------------------------------------------------------------------------------------------
+
+
+def check_entry(entry: StateDictEntry, leaves: Mapping[str, ArraySpec | None], path: str, *, cast: bool) -> None:
+    """Compares a tensor of a module without load code of its own with what was saved at a path.
+
+    Raises:
+        MismatchError: kind, shape or dtype differ; or a cast of float8 would leave out the scales beside it.
+    """
+    live, spec = entry.value, leaves[path]
+    if entry.kind != "value" and is_lazy(live):
+        raise MismatchError(
+            path,
+            expected="a tensor with a shape",
+            found="a lazy one, which the first forward pass makes",
+            hint="Run the model once before",
+        )
+    if not entry.live:
+        raise MismatchError(
+            path,
+            expected="a parameter or buffer of the model",
+            found=f"a {'value' if entry.kind == 'value' else 'tensor'} that a hook of state_dict made",
+            hint="Give the module a hook that takes it back (register_load_state_dict_pre_hook), "
+            "or load it with treeckpt.load",
+        )
+    if spec is None:
+        raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")
+    if spec.shape != tuple(live.shape):
+        raise MismatchError(
+            path,
+            expected=f"shape {tuple(live.shape)}, as the model has it",
+            found=f"{spec.shape} in the checkpoint",
+            hint="Build the model with the sizes that were saved, or rename what is another parameter",
+        )
+    if spec.dtype == (dtype := dtype_name(live.dtype)):
+        return
+    if not cast:
+        raise MismatchError(
+            path,
+            expected=f"{dtype}, as the model has it",
+            found=f"{spec.dtype} in the checkpoint",
+            hint="Pass cast=True to convert",
+        )
+    check_scaled(path, (spec.dtype, dtype), leaves)
+
+
+def check_extra_state(entry: StateDictEntry, path: str) -> None:
+    """Compares whether a module takes the extra state that it gives.
+
+    Raises:
+        MismatchError: it does not.
+    """
+    if type(entry.module).set_extra_state is nn.Module.set_extra_state:
+        raise MismatchError(
+            path,
+            expected="a module that has set_extra_state",
+            found=f"{type(entry.module).__qualname__}, which has get_extra_state alone",
+        )
+
+
+def check_tensor_in_parts(entry: StateDictEntry, saved: Structure, path: str) -> None:
+    """Compares a tensor of the model with a saved one that is made of others, see `_arrays.tensor_parts`.
+
+    Raises:
+        MismatchError: it is a plain tensor, or of another class, context, shape or layout.
+    """
+    parts = take_apart(entry.value, path)
+    if parts is None:
+        _refuse_other_kind(entry.value, getattr(saved, "cls", ""), path)
+    check_same_tensors(flatten(parts)[0], saved, 0, above=path)
+
+
+def _refuse_other_kind(live: Any, saved: str, path: str) -> NoReturn:
+    raise MismatchError(
+        path,
+        expected=f"a {type(live).__module__}.{type(live).__qualname__}, as the model has it",
+        found=f"a {saved} in the checkpoint",
+        hint="Convert the model (quantize_, convert_to_float8_training, to_sparse) as when it was saved",
+    )
+
+
+def without_ties(
+    missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
+) -> list[str]:
+    """Returns the missing paths without those of tensors that are filled under another name."""
+    there = {id(entry.value) for entry in filled}
+    tied = {entry.path for entry in entries if isinstance(entry.value, Tensor) and id(entry.value) in there}
+    return [path for path in missing if path not in tied]
+
+
+def resolve_ties(
+    entries: Sequence[StateDictEntry],
+    paths: Mapping[int, str],
+    source: RestoreSource,
+    *,
+    strict: bool,
+) -> tuple[list[StateDictEntry], list[str]]:
+    """Returns the entries to fill, and the paths of those whose tensor is filled under another name.
+
+    Args:
+        paths: the saved path of each entry, by identity.
+        strict: whether different saved arrays for one tensor are an error; otherwise the last name is filled.
+
+    Raises:
+        MismatchError: the saved arrays of the names of one tensor differ.
+    """
+    tied: dict[int, list[StateDictEntry]] = {}
+    left: list[str] = []
+    for entry in entries:
+        others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
+        if others and not _are_equal(source, paths[id(others[0])], path, entry.value):
+            if strict:
+                raise MismatchError(
+                    path,
+                    expected=f"the bytes of {paths[id(others[0])]}, which is the same tensor in the model",
+                    found="others in the checkpoint",
+                    hint="Untie the two, or pass strict=False to take the last of them",
+                )
+            left += [paths[id(other)] for other in others]
+            others.clear()
+        others.append(entry)
+    return [entry for others in tied.values() for entry in others], left
+
+
+def _are_equal(source: RestoreSource, first: str, second: str, live: Any) -> bool:
+    """Whether what was saved of a live tensor at two paths is equal."""
+    parts = take_apart(live, first)
+    leaves = [("", live)] if parts is None else [(f"/{index_path(at, 0)}", leaf) for at, leaf in flatten(parts)[1]]
+    return all(source.are_equal((first + below, second + below), leaf) for below, leaf in leaves)
 
 
 # what has load code ---------------------------------------------------------------------------------------------------

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .._arrays.stateful import plan_state
-from .._core.text import bytes_text, count_text, seconds_text
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
 from .._core.tree.paths import Selection, globs_of
-from .._core.tree.structure import PerRankNode, TensorNode, key_text
-from .._io.comm.comm import Comm, as_comm
+from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
+from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
@@ -36,20 +35,10 @@ from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
 from .._loading.overlay import Bank, CheckpointOverlay
 from .._loading.run_load import on_versions
-from ..errors import MismatchError, visible
+from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
-from ._check_model import (
-    Sides,
-    check_entry,
-    check_extra_state,
-    check_keys,
-    check_tensor_in_parts,
-    resolve_ties,
-    tied_when_saved,
-    without_ties,
-)
 from ._foreign_states import as_training_state
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
@@ -57,14 +46,19 @@ from ._module_loads import (
     ExtraState,
     ModuleLoad,
     Tie,
+    check_entry,
+    check_extra_state,
+    check_tensor_in_parts,
     find_loads,
     load_values,
     plan_load,
+    resolve_ties,
     run_load,
     run_post_hooks,
     say_what_changed,
     set_extra_state,
     with_load_code,
+    without_ties,
 )
 from ._modules import (
     Modules,
@@ -81,7 +75,9 @@ from ._modules import (
 from ._optimizer_plan import OptimizerPlan, Schedule, apply_optimizers, plan_optimizers, taken_options
 from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
+from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
+    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
@@ -96,95 +92,14 @@ from ._sources import (
     place_under,
     rules_of,
 )
-from ._user_state import check_generators, check_loader, compare_extra, loader_actions, objects_of_extra
-
-_LISTED = (
-    "missing",
-    "on_meta",
-    "ignored",
-    "unexpected",
-    "dropped",
-    "left_alone",
-    "world_changed",
-    "replaced",
-    "cleared",
-    "passed_over",
+from ._user_state import (
+    TreeToFill,
+    check_generators,
+    check_loader,
+    compare_extra,
+    loader_actions,
+    objects_of_extra,
 )
-"""The fields of a report whose paths are printed, a line for each."""
-
-
-class RestoreReport(msgspec.Struct, frozen=True):
-    """What a restore filled, and what it did not find.
-
-    >>> report = tc.training.restore(tc.training.state(model, optimizer), model, optimizer)
-    >>> report.missing, report.unexpected
-    ((), ())
-
-    Attributes:
-        path: of the checkpoint.
-        step: training step, as it was passed to save.
-        loaded: leaves of models, optimizers and extra that were filled.
-        nbytes: bytes of the requested arrays, with those of extra states of modules and of an `extra` that comes back
-            here.
-        read_nbytes: bytes of arrays that this rank read.
-        seconds: that the restore took.
-        missing: leaves of the targets that the checkpoint lacks; they stay unchanged.
-        unexpected: leaves of the checkpoint that no target has, as moments and hyper-parameters of another class of
-            optimizer.
-        materialised: tensors that were on the meta device and have memory now.
-        on_meta: tensors that are still on the meta device because they are not saved (non-persistent buffers) or
-            missing. Give them memory and values before the model runs.
-        ignored: what of the checkpoint is without use here: moments of frozen parameters and of options that `keep`
-            turns off, generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does
-            not use, and parts at the root that were not asked for ("scheduler"); and, where no optimizer is restored,
-            what this program cannot make of an `extra` that comes back (a class that it lacks), which is `...` there.
-        loader: what was saved as the loader's position, where that was a tree of values and not an object's state.
-        extra: the saved tree, or the given one, filled; None where it was turned down or not selected. It is read with
-            the rest: checked before anything changes, and not lost with the checkpoint.
-        dropped: leaves that a rule dropped, by their names in the checkpoint.
-        renamed: (saved path, new path) of leaves that rules only renamed.
-        passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
-        left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
-            was saved; and "rng", where it has no random generators and they were not insisted on.
-        world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
-            own.
-        replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others
-            here; those that a training changes by itself, as learning rates, do not count.
-        cleared: state of optimizers here that the checkpoint has none of, as before the first gradient of a parameter:
-            it is gone, and begins anew.
-    """
-
-    path: str
-    step: int | None
-    loaded: int
-    nbytes: int
-    read_nbytes: int
-    seconds: float
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    materialised: tuple[str, ...]
-    on_meta: tuple[str, ...]
-    ignored: tuple[str, ...]
-    loader: Any = None
-    extra: Any = None
-    dropped: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    passed_over: tuple[str, ...] = ()
-
-    left_alone: tuple[str, ...] = ()
-    world_changed: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
-    cleared: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [
-            f"restored {self.path}  {count_text(self.loaded, 'leaf', 'leaves')}, "
-            f"{bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
-        ]
-        for name in _LISTED:
-            rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
-        rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
-        return "\n".join(map(visible, rows))
 
 
 class RestoreTargets(msgspec.Struct, frozen=True):
@@ -218,6 +133,14 @@ class RestoreTargets(msgspec.Struct, frozen=True):
         if part in ("scheduler", "loader"):
             return getattr(self, part) is not None
         return part in ("model", "rng", "extra", LEFT_OUT)
+
+
+class WithObjects(msgspec.Struct, frozen=True):
+    """A checkpoint as the source of a restore that fills the objects of a manager in the same load."""
+
+    checkpoint: Checkpoint
+    objects: Mapping[str, Mapping[str, Any]]
+    """Trees by the key at the root of the checkpoint and the name under which they were saved."""
 
 
 _log = logging.getLogger("treeckpt")
@@ -314,6 +237,7 @@ def _restore(
     given: Any, *, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str, from_root: bool
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
+    given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
     opened = CheckpointOverlay(given).checkpoints if isinstance(given, (Checkpoint, Bank)) else []
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
@@ -329,6 +253,8 @@ def _restore(
         job.plan_optimizer()
         job.plan_schedulers()
         job.plan_rest()
+        for part, trees in objects.items():
+            job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
         job.note_rest(is_ours=arranged is placed)
@@ -369,6 +295,8 @@ class _Restore:
         self.own = RankState(source, comm, options.fallback.per_rank)
         self.loader: Any = None
         self.extra: Any = None
+        self.trees: dict[tuple[Any, ...], TreeToFill] = {}
+        """By the keys that lead to each in the checkpoint: a given `extra`, and the objects of a manager."""
         self.lengths: Mapping[str, tuple[int, int]] = {}
         """Sequences in `extra` of other lengths: (items here, items saved)."""
         self.returned: list[LoadReport] = []
@@ -524,9 +452,8 @@ class _Restore:
         self.unexpected += differences.unexpected
         self.ignored += differences.ignored
         self.reasons, self.cleared = differences.reasons, differences.cleared
-        if differences.frozen and self.comm.rank == 0:
-            what = some_of("states of parameters that are frozen here were not restored", differences.frozen)
-            _log.warning("%s: %s", self.source.url, what)
+        if differences.frozen:
+            self._warn(some_of("states of parameters that are frozen here were not restored", differences.frozen))
 
     def plan_rest(self) -> None:
         """Loads the state of the loader and the generators, and compares or loads `extra`."""
@@ -536,12 +463,13 @@ class _Restore:
             check_loader(loader, self.comm.rank, allow_pickle=self.options.allow_pickle, namespace=namespace)
             if self.comm.rank == 0:
                 check_generators(loader)
-        if loader is not None and self._has("loader", "loader=..."):
-            self.loader = self.own.load("loader")
-            self.last += loader_actions(loader, self.loader, "loader", self.options.namespace)
+            if self._has("loader", "loader=..."):
+                self.loader = self.own.load("loader")
+                self.last += loader_actions(loader, self.loader, "loader", namespace)
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
-            found = compare_extra(extra, self.source, rank=self.comm.rank)
+            tree = self.trees["extra",] = TreeToFill(extra, ("extra",), self.source)
+            found = compare_extra(extra, tree.target, self.source, rank=self.comm.rank)
             self.ignored += found.unused
             self.missing += found.keys.missing
             self.unexpected += found.keys.unexpected
@@ -560,6 +488,21 @@ class _Restore:
         elif self.targets.rng is not False and self._has("rng", "rng=True"):
             self.rng_state = self.own.load_generators()
 
+    def plan_objects(self, keys: tuple[Any, ...], trees: Mapping[str, Any]) -> None:
+        """Plans to fill the objects of a manager, which the fill compares before it changes anything.
+
+        Args:
+            keys: those that lead to them in the checkpoint.
+
+        Raises:
+            MismatchError: what each rank has of its own was saved by another number of ranks, and is not to be taken.
+        """
+        self.trees |= {(*keys, name): TreeToFill(tree, (*keys, name), self.source) for name, tree in trees.items()}
+        if self.comm.size != self.source.world and self.options.fallback.per_rank != "take":
+            heads = tuple(f"{'/'.join(map(key_text, (*keys, name)))}/" for name in trees)
+            if own := next((path for path in self.source.leaves if path.startswith(heads) and OWN in path), None):
+                raise other_world_error(own, self.comm, self.source.world, take="fallback=Fallback(per_rank='take')")
+
     def _return_extra(self) -> None:
         """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.
 
@@ -573,8 +516,12 @@ class _Restore:
             raise
         unmade = [path for report in self.returned for path in report.unmade]
         self.ignored += unmade
-        if unmade and self.comm.rank == 0:
-            _log.warning("%s: `...` in place of what this program cannot make: %s", self.source.url, ", ".join(unmade))
+        if unmade:
+            self._warn(f"`...` in place of what this program cannot make: {', '.join(unmade)}")
+
+    def _warn(self, text: str) -> None:
+        if self.comm.rank == 0:
+            _log.warning("%s: %s", self.source.url, text)
 
     def _has(self, part: str, how: str) -> bool:
         """Whether the source has a part; under `strict` it raises if not."""
@@ -592,24 +539,23 @@ class _Restore:
             is_ours: whether it is what `state` gave, which has random generators unless they were left out.
         """
         self.replaced = taken_options(self.plans, self.schedules)
-        if self.replaced and self.comm.rank == 0:
-            _log.warning("%s: other options here: %s", self.source.url, ". ".join(self.replaced))
+        if self.replaced:
+            self._warn(f"other options here: {'. '.join(self.replaced)}")
         rest = [part for part in self.parts if not self.targets.ask_for(part)]
         self.ignored += map(key_text, rest)
         left = [part for part in ("scheduler", "loader") if part in rest]
-        if self.optimizers and left and self.comm.rank == 0:
-            names, how = ", ".join(left), ", ".join(f"{part}=" for part in left)
-            _log.warning("%s: %s in the checkpoint was not restored, as %s was not passed", self.source.url, names, how)
+        if self.optimizers and left:
+            how = ", ".join(f"{part}=" for part in left)
+            self._warn(f"{', '.join(left)} in the checkpoint was not restored, as {how} was not passed")
         others = any(path.split("/", 1)[0] == "rng" for path in self.source.leaves)
-        if self.optimizers and (is_ours or others) and "rng" in self.left_alone and self.comm.rank == 0:
+        if self.optimizers and (is_ours or others) and "rng" in self.left_alone:
             what = "rng is not what training.rng_state gives" if others else "no random generators in the checkpoint"
-            how = "those here go on as they are; rng=False says that it is meant"
-            _log.warning("%s: %s: %s", self.source.url, what, how)
+            self._warn(f"{what}: those here go on as they are; rng=False says that it is meant")
         is_returned = self.optimizers and self.targets.extra is None and self.extra is not None
-        if is_returned and self.comm.rank == 0 and (objects := objects_of_extra(self.source)):
+        if is_returned and (objects := objects_of_extra(self.source)):
             names = ", ".join(f"extra/{name}" for name in sorted(objects))
             how = "was put into no object, as extra= was not passed; RestoreReport.extra has it"
-            _log.warning("%s: %s in the checkpoint %s", self.source.url, names, how)
+            self._warn(f"{names} in the checkpoint {how}")
 
     def plan_schedulers(self) -> None:
         """Loads the states of the schedulers, for the param groups of the live optimizers.
@@ -661,15 +607,23 @@ class _Restore:
         """Fills the targets."""
         fills_model = bool(self.wanted or self.loads or self.extra_states)
         made, before = self._run_loads()
+        held = held_values(all_groups(self.targets.optimizer) if self.trees else ())
         try:
             made += allocate_meta_tensors(self.wanted, self.targets.device)
             if made:
                 reset_fsdp_shards(self.targets.model)
-            filled = self.source.fill(self._target(), take=self.comm.size != self.source.world)
+            filled = self.source.fill(
+                self._target(),
+                take=self.comm.size != self.source.world,
+                strict="missing" if self.options.strict else False,
+            )
         except Exception:
             if before is not None:  # the load code may run again, with an older checkpoint
                 before.put_back({})
             raise
+        for tree in self.trees.values():
+            tree.take_back()
+        put_back(held)  # schedulers among the objects may have written others into the groups, which keep= leaves
         beside = [getattr(leaf, "nbytes", 0) for _, leaf in flatten(self.own.to_fill, rank=self.comm.rank)[1]]
         self.ignored += apply_optimizers(self.plans)
         held = held_values(all_groups(self.targets.optimizer))
@@ -762,6 +716,10 @@ class _Restore:
             for plan in self.plans:
                 for key, moments in plan.build_moments(self.source).items():
                     put_in(target["optimizer"], key, moments)
-        if self.targets.fills_extra and "extra" in self.parts:
-            target["extra"] = self.extra
+        for keys, tree in self.trees.items():
+            node = target
+            for key in keys[:-1]:
+                node[key] = below = {} if node.get(key, ...) is ... else node[key]
+                node = below
+            node[keys[-1]] = tree.target
         return target | self.own.to_fill

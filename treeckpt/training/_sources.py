@@ -20,6 +20,7 @@ from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import child_of_rank, flatten, unflatten
+from .._core.tree.leaf_differences import Strict
 from .._core.tree.merge import merge_sources
 from .._core.tree.paths import compile_globs
 from .._core.tree.spec import ArraySpec
@@ -136,11 +137,12 @@ class RestoreSource(Protocol):
         """Returns this rank's part for `fill`: new arrays, None for values; None for a tree in memory, which has it."""
         ...
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Fills what `target` has, in place.
 
         Args:
             take: per-rank leaves of another world are taken modulo.
+            strict: "missing" refuses leaves that a checkpoint lacks.
             alone: other ranks need not call it: this one reads for itself.
         """
         ...
@@ -428,13 +430,14 @@ class CheckpointSource:
         leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), at, None).leaf for at, spec in specs)
         return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
+        once = bool(self.options.read.once) and not alone
         own = msgspec.structs.replace(
             self.options,
             select=None,
             exclude=None,
-            strict=False,
-            read=msgspec.structs.replace(self.options.read, once=self.options.read.once and not alone),
+            strict=strict,
+            read=msgspec.structs.replace(self.options.read, once=once, copy=True),
             fallback=Fallback(per_rank="take" if take else "error"),
             rules=self._rules,
         )
@@ -524,7 +527,7 @@ class TreeSource:
     def value(self, path: str) -> Any:
         return self._leaves[path]
 
-    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False) -> LoadReport:
+    def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
         found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
         if found is None:

@@ -282,14 +282,14 @@ def test_an_array_that_cannot_be_read_is_named_before_anything_is_written() -> N
 def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from treeckpt._saving import agree
 
-    store, real = MemoryStore(), agree.get_plan
+    store, real = MemoryStore(), agree.compute_plan
 
-    def get_plan(comm: Comm, *args: Any, **options: Any) -> Any:
-        if comm.rank == 2:
+    def compute_plan(key: str, tree: Any, rank: int, limit: int) -> Any:
+        if rank == 2:
             raise MemoryError("no memory for a plan")
-        return real(comm, *args, **options)
+        return real(key, tree, rank, limit)
 
-    monkeypatch.setattr(agree, "get_plan", get_plan)
+    monkeypatch.setattr(agree, "compute_plan", compute_plan)
     for error in errors_of(on_ranks(WORLD, lambda c: save(store, c, 1))):
         assert isinstance(error, tc.RankError) and error.ranks == {2: "MemoryError: no memory for a plan"}
     assert not shards(store)

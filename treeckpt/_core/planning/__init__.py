@@ -1,4 +1,4 @@
-"""Plans: what all ranks' trees hold together, and which bytes each rank writes or reads.
+"""Plans: what all ranks' trees hold together, which rank writes each element and where, and which bytes a load reads.
 
 It imports `_core.tree`, `_core.sharding` and `errors`. Start with `rank_trees`, then `save_plan` and `load_plan`.
 """

@@ -14,9 +14,9 @@ import numpy as np
 from ..sharding.region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
 
 READ_LIMIT = 8 << 20
-"""Bytes of one read, at most (a single row that is longer excepted)."""
+"""The largest number of bytes of one read (a single row that is longer excepted)."""
 READ_GAP = 64 << 10
-"""Unneeded bytes between two needed ones that cost less to read than a second request does."""
+"""The unneeded bytes between two needed ones that cost less to read than a second request does."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -42,9 +42,9 @@ class BoxCopy(msgspec.Struct, frozen=True, gc=False):
     box: Region
     chunk: Region
     start: int
-    """First byte of the box in the writer's stream."""
+    """The first byte of the box in the writer's stream."""
     stop: int
-    """One past its last byte."""
+    """The byte after the last one of the box."""
 
 
 class ReadBlock(msgspec.Struct, frozen=True):

@@ -27,18 +27,18 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf of one rank's tree, or of the global tree."""
 
     path: str
-    """With `~rank*` for the rank's number under `PerRank`."""
+    """The path, with `~rank*` for the rank's number under `PerRank`."""
     spec: ArraySpec | None
-    """None for a value."""
+    """The spec of an array; None for a value."""
     layout: Layout | None = None
-    """None in one rank's tree for a plain array: every rank that has it holds a replica."""
+    """The layout; None in one rank's tree for a plain array, of which every rank that has it holds a replica."""
     alias_of: str | None = None
     """The path of the array whose storage this leaf shares."""
     view: StridedView | None = None
     per_rank: Runs | None = None
     """The ranks that have a leaf of their own at this path; an empty column in one rank's tree."""
     rows: int | None = None
-    """In one rank's tree, of an array of a table: its number of rows. Shape and layout then count buckets, not rows."""
+    """The number of rows of an array of a table, in one rank's tree; shape and layout count buckets there, not rows."""
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):

@@ -48,9 +48,9 @@ from .rank_trees import GlobalTree, LeafSpec
 # who writes what ------------------------------------------------------------------------------------------------------
 
 UNCUT_NBYTES = 64 << 10
-"""Bytes up to which an array is never cut."""
+"""The bytes up to which an array is never cut."""
 MIN_QUOTA = 1 << 20
-"""Bytes for which one more replica does not write: a smaller quota costs more than it saves."""
+"""The bytes for which one more replica does not write: a smaller quota costs more than it saves."""
 
 
 class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +61,7 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     itemsize: int
     layout: Layout
     align: int = 0
-    """Alignment of an element in the file, in bytes; 0 is the itemsize."""
+    """The alignment of an element in the file, in bytes; 0 is the itemsize."""
     per_rank: Runs | None = None
     """The ranks that each have an array of their own of this shape under this path; None for any other array."""
 
@@ -96,7 +96,7 @@ class ReplicaSplit(msgspec.Struct, frozen=True):
     dim: int
     cuts: tuple[int, ...]
     writers: tuple[int, ...]
-    """Replica numbers, one more than there are cuts."""
+    """The numbers of the replicas that write, one more than there are cuts."""
 
 
 class BoxOwners(msgspec.Struct, frozen=True):
@@ -648,13 +648,13 @@ class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
     """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""
 
     key: str
-    """Digest of all ranks' inventories."""
+    """The digest of all ranks' inventories."""
     max_shard_bytes: int
     global_tree: GlobalTree
     arrays: list[tuple[int, ArrayLeaf]]
     """The arrays to be written, each with its leaf's number."""
     shares: list[Assignment]
-    """For each array, which rank writes which part."""
+    """The decision which rank writes which part, for each array."""
     own: SavePlan
     """The files of this rank."""
 

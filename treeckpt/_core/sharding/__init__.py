@@ -1,4 +1,4 @@
-"""Regions of arrays, layouts (which rank holds which regions), which rank writes each element; element types.
+"""Regions of arrays, layouts (which rank holds which regions), runs of integers, and element types.
 
 It imports `errors` alone. Start with `region` and `placements`.
 """

@@ -23,7 +23,7 @@ class DType(msgspec.Struct, frozen=True):
 
     name: str
     itemsize: int
-    """Bytes of one element."""
+    """The bytes of one element."""
     tag: str
     numpy: str | None = None
     """numpy's own dtype with the same meaning; None where only ml_dtypes or torch has it, see `numpy_dtype`."""

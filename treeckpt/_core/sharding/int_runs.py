@@ -25,11 +25,11 @@ Runs = tuple[Run, ...]
 MAX_LENGTH = 1 << 24
 """A longer column is refused before it is expanded: a hostile index may contain any count."""
 MAX_VALUE = 1 << 62
-"""Numbers of a column are below this, so that the sum of two fits an int64."""
+"""The numbers of a column are below this, so that the sum of two fits an int64."""
 _SHORT_COLUMN = 64
-"""Length up to which Python integers are faster than numpy."""
+"""The length up to which Python integers are faster than numpy."""
 _MAX_LEVELS = MAX_LENGTH.bit_length()
-"""Each level of a run at least doubles its length."""
+"""The largest number of levels of a run: each at least doubles its length."""
 
 
 def encode_runs(values: Sequence[int] | np.ndarray) -> Runs:

@@ -230,7 +230,7 @@ class ByteRuns(msgspec.Struct, frozen=True):
 
     first: int
     length: int
-    """Bytes of each run."""
+    """The bytes of each run."""
     counts: tuple[int, ...]
     steps: tuple[int, ...]
 

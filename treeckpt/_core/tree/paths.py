@@ -231,7 +231,7 @@ def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
         return None
     if isinstance(given, str):
         return (given,)
-    several: Any = given
+    several: Any = given  # narrowed types of tuples are partly unknown
     if isinstance(given, (int, PyTreeAccessor)) or (isinstance(given, tuple) and any(map(_is_key, given))):
         several = [given]
     if isinstance(several, (bytes, bytearray, Mapping)) or not isinstance(several, Iterable):

@@ -258,7 +258,22 @@ class ThreadComm(_StoreComm):
 
 
 def thread_comms(size: int, *, timeout: float = TIMEOUT, group_sizes: tuple[int, ...] = ()) -> list[ThreadComm]:
-    """Returns connected comms for `size` threads, by rank; `group_sizes` as for `TorchComm`."""
+    """Returns connected comms for `size` threads, by rank: each is the `comm=` of calls that a thread makes as a rank.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from treeckpt.testing import thread_comms
+    >>> with ThreadPoolExecutor(2) as pool:
+    ...     saves = [
+    ...         pool.submit(tc.save, "two", {"own": tc.PerRank(comm.rank)}, comm=comm)
+    ...         for comm in thread_comms(2)
+    ...     ]
+    >>> tc.inspect("two").world
+    2
+
+    Args:
+        timeout: seconds to wait for another rank.
+        group_sizes: as for `TorchComm`.
+    """
     leaders = {0, *(rank for rank in range(size) if is_leader(rank, size, group_sizes))}
     stores = {leader: ThreadMessageStore() for leader in leaders}
     return [ThreadComm(rank, size, stores, timeout, group_sizes) for rank in range(size)]

@@ -1,158 +1,111 @@
-"""Checks that saved arrays fit a model's tensors: in kind, shape and dtype, and where several names are one tensor.
-
-At the end `check_keys` refuses leaves that the targets or the source alone have; its error says what to do.
-"""
+"""The report of a restore, and the error where its targets and the source have other leaves, which says what to do."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from .._arrays.registry import take_apart
-from .._arrays.torch import dtype_name
-from .._core.tree.flatten import flatten
+from .._core.text import bytes_text, count_text, seconds_text
 from .._core.tree.leaf_differences import LeafDifferences, Strict, disjoint, rename_hint, some_of
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import Structure, index_path, key_text
-from .._core.tree.tensor_parts import check_same_tensors
-from ..errors import MismatchError
-from ..rules._rules import check_scaled
+from .._core.tree.structure import key_text
+from ..errors import MismatchError, visible
 from ._groups import BY_SCHEDULERS
-from ._modules import StateDictEntry
 from ._sources import RestoreSource
 
+_LISTED = (
+    "missing",
+    "on_meta",
+    "ignored",
+    "unexpected",
+    "dropped",
+    "left_alone",
+    "world_changed",
+    "replaced",
+    "cleared",
+    "passed_over",
+)
+"""The fields of a report whose paths are printed, a line for each."""
 
-def check_entry(entry: StateDictEntry, leaves: Mapping[str, ArraySpec | None], path: str, *, cast: bool) -> None:
-    """Compares a tensor of a module without load code of its own with what was saved at a path.
 
-    Raises:
-        MismatchError: kind, shape or dtype differ; or a cast of float8 would leave out the scales beside it.
+class RestoreReport(msgspec.Struct, frozen=True):
+    """What a restore filled, and what it did not find.
+
+    >>> report = tc.training.restore(tc.training.state(model, optimizer), model, optimizer)
+    >>> report.missing, report.unexpected
+    ((), ())
+
+    Attributes:
+        path: of the checkpoint.
+        step: training step, as it was passed to save.
+        loaded: leaves of models, optimizers, extra and of what is registered with a manager that were filled.
+        nbytes: bytes of the requested arrays, with those of extra states of modules and of an `extra` that comes back
+            here.
+        read_nbytes: bytes of arrays that this rank read.
+        seconds: that the restore took.
+        missing: leaves of the targets that the checkpoint lacks; they stay unchanged.
+        unexpected: leaves of the checkpoint that no target has, as moments and hyper-parameters of another class of
+            optimizer.
+        materialised: tensors that were on the meta device and have memory now.
+        on_meta: tensors that are still on the meta device because they are not saved (non-persistent buffers) or
+            missing. Give them memory and values before the model runs.
+        ignored: what of the checkpoint is without use here: moments of frozen parameters and of options that `keep`
+            turns off, generators of missing devices, state that an optimizer's or a scheduler's `load_state_dict` does
+            not use, and parts at the root that were not asked for ("scheduler"); and, where no optimizer is restored,
+            what this program cannot make of an `extra` that comes back (a class that it lacks), which is `...` there.
+        loader: what was saved as the loader's position, where that was a tree of values and not an object's state.
+        extra: the saved tree, or the given one, filled; None where it was turned down or not selected. It is read with
+            the rest: checked before anything changes, and not lost with the checkpoint.
+        dropped: leaves that a rule dropped, by their names in the checkpoint.
+        renamed: (saved path, new path) of leaves that rules only renamed.
+        passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
+        left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
+            was saved; and "rng", where it has no random generators and they were not insisted on.
+        world_changed: where another number of ranks had saved it: what this rank got of each part that was each rank's
+            own.
+        replaced: hyper-parameters, and arguments of schedulers, of which the checkpoint's were taken in place of others
+            here; those that a training changes by itself, as learning rates, do not count.
+        cleared: state of optimizers here that the checkpoint has none of, as before the first gradient of a parameter:
+            it is gone, and begins anew.
     """
-    live, spec = entry.value, leaves[path]
-    if entry.kind != "value" and is_lazy(live):
-        raise MismatchError(
-            path,
-            expected="a tensor with a shape",
-            found="a lazy one, which the first forward pass makes",
-            hint="Run the model once before",
-        )
-    if not entry.live:
-        raise MismatchError(
-            path,
-            expected="a parameter or buffer of the model",
-            found=f"a {'value' if entry.kind == 'value' else 'tensor'} that a hook of state_dict made",
-            hint="Give the module a hook that takes it back (register_load_state_dict_pre_hook), "
-            "or load it with treeckpt.load",
-        )
-    if spec is None:
-        raise MismatchError(path, expected="a tensor", found="a value in the checkpoint")
-    if spec.shape != tuple(live.shape):
-        raise MismatchError(
-            path,
-            expected=f"shape {tuple(live.shape)}, as the model has it",
-            found=f"{spec.shape} in the checkpoint",
-            hint="Build the model with the sizes that were saved, or rename what is another parameter",
-        )
-    if spec.dtype == (dtype := dtype_name(live.dtype)):
-        return
-    if not cast:
-        raise MismatchError(
-            path,
-            expected=f"{dtype}, as the model has it",
-            found=f"{spec.dtype} in the checkpoint",
-            hint="Pass cast=True to convert",
-        )
-    check_scaled(path, (spec.dtype, dtype), leaves)
+
+    path: str
+    step: int | None
+    loaded: int
+    nbytes: int
+    read_nbytes: int
+    seconds: float
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    materialised: tuple[str, ...]
+    on_meta: tuple[str, ...]
+    ignored: tuple[str, ...]
+    loader: Any = None
+    extra: Any = None
+    dropped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+    left_alone: tuple[str, ...] = ()
+    world_changed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            f"restored {self.path}  {count_text(self.loaded, 'leaf', 'leaves')}, "
+            f"{bytes_text(self.nbytes)} in {seconds_text(self.seconds)}"
+        ]
+        for name in _LISTED:
+            rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
+        rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        return "\n".join(map(visible, rows))
 
 
-def check_extra_state(entry: StateDictEntry, path: str) -> None:
-    """Compares whether a module takes the extra state that it gives.
-
-    Raises:
-        MismatchError: it does not.
-    """
-    if type(entry.module).set_extra_state is nn.Module.set_extra_state:
-        raise MismatchError(
-            path,
-            expected="a module that has set_extra_state",
-            found=f"{type(entry.module).__qualname__}, which has get_extra_state alone",
-        )
-
-
-def check_tensor_in_parts(entry: StateDictEntry, saved: Structure, path: str) -> None:
-    """Compares a tensor of the model with a saved one that is made of others, see `_arrays.tensor_parts`.
-
-    Raises:
-        MismatchError: it is a plain tensor, or of another class, context, shape or layout.
-    """
-    parts = take_apart(entry.value, path)
-    if parts is None:
-        _refuse_other_kind(entry.value, getattr(saved, "cls", ""), path)
-    check_same_tensors(flatten(parts)[0], saved, 0, above=path)
-
-
-def _refuse_other_kind(live: Any, saved: str, path: str) -> NoReturn:
-    raise MismatchError(
-        path,
-        expected=f"a {type(live).__module__}.{type(live).__qualname__}, as the model has it",
-        found=f"a {saved} in the checkpoint",
-        hint="Convert the model (quantize_, convert_to_float8_training, to_sparse) as when it was saved",
-    )
-
-
-def without_ties(
-    missing: Sequence[str], entries: Sequence[StateDictEntry], filled: Sequence[StateDictEntry]
-) -> list[str]:
-    """Returns the missing paths without those of tensors that are filled under another name."""
-    there = {id(entry.value) for entry in filled}
-    tied = {entry.path for entry in entries if isinstance(entry.value, Tensor) and id(entry.value) in there}
-    return [path for path in missing if path not in tied]
-
-
-def resolve_ties(
-    entries: Sequence[StateDictEntry],
-    paths: Mapping[int, str],
-    source: RestoreSource,
-    *,
-    strict: bool,
-) -> tuple[list[StateDictEntry], list[str]]:
-    """Returns the entries to fill, and the paths of those whose tensor is filled under another name.
-
-    Args:
-        paths: the saved path of each entry, by identity.
-        strict: whether different saved arrays for one tensor are an error; otherwise the last name is filled.
-
-    Raises:
-        MismatchError: the saved arrays of the names of one tensor differ.
-    """
-    tied: dict[int, list[StateDictEntry]] = {}
-    left: list[str] = []
-    for entry in entries:
-        others, path = tied.setdefault(id(entry.value), []), paths[id(entry)]
-        if others and not _are_equal(source, paths[id(others[0])], path, entry.value):
-            if strict:
-                raise MismatchError(
-                    path,
-                    expected=f"the bytes of {paths[id(others[0])]}, which is the same tensor in the model",
-                    found="others in the checkpoint",
-                    hint="Untie the two, or pass strict=False to take the last of them",
-                )
-            left += [paths[id(other)] for other in others]
-            others.clear()
-        others.append(entry)
-    return [entry for others in tied.values() for entry in others], left
-
-
-def _are_equal(source: RestoreSource, first: str, second: str, live: Any) -> bool:
-    """Whether what was saved of a live tensor at two paths is equal."""
-    parts = take_apart(live, first)
-    leaves = [("", live)] if parts is None else [(f"/{index_path(at, 0)}", leaf) for at, leaf in flatten(parts)[1]]
-    return all(source.are_equal((first + below, second + below), leaf) for below, leaf in leaves)
+# leaves of one side alone ---------------------------------------------------------------------------------------------
 
 
 def tied_when_saved(
