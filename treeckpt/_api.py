@@ -15,7 +15,7 @@ from ._arrays.stateful import state_tree
 from ._core.format.files import check_step
 from ._core.tree.flatten import flatten, replace_leaves
 from ._core.tree.leaf_differences import Strict
-from ._core.tree.paths import Selection, globs_of
+from ._core.tree.paths import Selection
 from ._io.comm.collective import ending_together
 from ._io.comm.comm import Comm, as_comm, background_comm, global_rank
 from ._io.public_calls import call_back, check_options, checks_options, saves, takes_no_save
@@ -29,6 +29,7 @@ from ._loading.options import (
     LoadAsyncKeywords,
     LoadKeywords,
     ReadOptions,
+    choice_of,
     fallback_of,
     fallback_of_load,
     read_of,
@@ -41,7 +42,7 @@ from ._saving.save import save_tree
 from ._saving.session import Pending
 from .errors import MismatchError
 from .reports import LoadReport, SaveReport
-from .rules import Renaming, Transforms, as_rules
+from .rules import Renaming, Transforms
 
 __all__ = [
     "abstract",
@@ -243,9 +244,9 @@ def load(
     """
     with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
         options = LoadOptions(
-            select=globs_of(select), exclude=globs_of(exclude, "exclude"), rules=as_rules(rename, transforms),
-            strict=strict, ids=ids, cast=cast, device=device, read=read_of(read, "load"),
-            fallback=fallback_of_load(fallback, "load"), allow_pickle=allow_pickle, namespace=namespace,
+            **choice_of(select, exclude, rename, transforms), strict=strict, ids=ids, cast=cast, device=device,
+            read=read_of(read, "load"), fallback=fallback_of_load(fallback, "load"), allow_pickle=allow_pickle,
+            namespace=namespace,
         )  # fmt: skip
         tree, report = run_load(following(path, options.read.follow_links), like, comm, options)
     if on_report is not None:
@@ -290,9 +291,7 @@ def load_abstract(
     if fallback.per_rank is None:
         fallback = msgspec.structs.replace(fallback, per_rank="take")
     options = LoadOptions(
-        select=globs_of(select),
-        exclude=globs_of(exclude, "exclude"),
-        rules=as_rules(rename, transforms),
+        **choice_of(select, exclude, rename, transforms),
         read=read,
         fallback=fallback,
         allow_pickle=allow_pickle,
@@ -343,9 +342,7 @@ def load_into(
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
         read = msgspec.structs.replace(read_of(read, "load_into", IN_PLACE), copy=True)
         options = LoadOptions(
-            select=globs_of(select),
-            exclude=globs_of(exclude, "exclude"),
-            rules=as_rules(rename, transforms),
+            **choice_of(select, exclude, rename, transforms),
             strict=strict,
             cast=cast,
             read=read,

@@ -12,11 +12,11 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from .._core.tree.leaf_differences import Strict
-from .._core.tree.paths import Selection
+from .._core.tree.paths import Selection, globs_of
 from .._io.public_calls import check_group
 from ..errors import MismatchError
 from ..reports import LoadReport
-from ..rules import Renaming, Transforms
+from ..rules import Renaming, Transforms, as_rules
 
 Verify = bool | Literal["first", "stream"]
 Merge = Callable[[list[Any], int, int], Any]
@@ -185,6 +185,25 @@ def _check_part(name: str) -> None:
             found=f"one for {name!r}" + (f"; near to it is {near[0]!r}" if near else ""),
             hint="Mend the name",
         )
+
+
+def choice_of(
+    select: Selection, exclude: Selection, rename: Renaming = None, transforms: Transforms = None
+) -> dict[str, Any]:
+    """Returns the fields of `LoadOptions` that say which leaves are read, and as what; only those that are given.
+
+    Raises:
+        MismatchError: `select` or `exclude` is neither globs nor paths.
+        TreeckptError: as `as_rules`.
+    """
+    chosen: dict[str, Any] = {}
+    if select is not None:
+        chosen["select"] = globs_of(select)
+    if exclude is not None:
+        chosen["exclude"] = globs_of(exclude, "exclude")
+    if rename is not None or transforms is not None:
+        chosen["rules"] = as_rules(rename, transforms)
+    return chosen
 
 
 class LoadKeywords(TypedDict, total=False):

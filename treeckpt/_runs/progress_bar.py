@@ -36,8 +36,8 @@ def reading_bar(store: Store, text: str, total: int | None = None) -> Iterator[S
         text: the description of the bar.
         total: bytes to be read, None if not known.
     """
-    with stores_bar(text, total) as counted:
-        yield counted(store)
+    with _shown_progress(text, total, of_bytes=True, shown=None) as progress:
+        yield store if progress is None else CountedStores(progress.set, total)(store)
 
 
 @contextlib.contextmanager

@@ -223,11 +223,12 @@ class Restorer:
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read: ReadOptions = options["read"]
+        alone = self._load_comm.size == 1
         if read.once is None:
-            read = msgspec.structs.replace(read, once=reads_once(self._load_comm, store))
+            read = msgspec.structs.replace(read, once=not alone and reads_once(self._load_comm, store))
 
         def load_version(checkpoint: Checkpoint) -> Any:
-            relay = open_relay(self._load_comm, [checkpoint], read.once)
+            relay = None if alone else open_relay(self._load_comm, [checkpoint], read.once)
             with together(relay, "restored"):
                 if choice.requested != step:
                     raise self._different_steps(choice.requested, step)

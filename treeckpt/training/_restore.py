@@ -25,7 +25,7 @@ from .._arrays.stateful import plan_state
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.paths import Selection, globs_of
+from .._core.tree.paths import Selection
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
 from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
@@ -33,7 +33,7 @@ from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
 from .._loading.execute_shared import open_relay
 from .._loading.match import LoadOptions
-from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, fallback_of, read_of
+from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choice_of, fallback_of, read_of
 from .._loading.overlay import Bank
 from .._loading.read_batch import together
 from .._loading.run_load import on_versions
@@ -201,7 +201,7 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     options = LoadOptions(
-        select=globs_of(select), exclude=globs_of(exclude, "exclude"), strict=strict, cast=cast,
+        **choice_of(select, exclude), strict=strict, cast=cast,
         rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
         fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
     )  # fmt: skip
