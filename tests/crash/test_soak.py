@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -51,8 +52,10 @@ class Life:
         assert code == (-signal.SIGKILL if until_row is not None else 0), errors[-4000:]
 
     def kill(self) -> None:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        children = [int(child) for task in tasks for child in task.read_text().split()]
+        children = list[int]()
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+                children += map(int, task.read_text().split())
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(300)
         assert until(lambda: all(gone(pid) for pid in children)), "writers end with their parent"

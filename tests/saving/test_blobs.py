@@ -20,9 +20,9 @@ import treeckpt as tc
 from tests.helpers.second_reader import read
 from tests.helpers.world import errors_of, on_ranks, reseal
 from treeckpt._arrays.registry import MAX_VALUE_NBYTES
-from treeckpt._bench.checkpointers import opened
 from treeckpt._cli.main import main
 from treeckpt._loading.compare import value_changes
+from treeckpt._loading.run_load import opened
 from treeckpt.convert import convert
 
 SIZES = st.sampled_from([0, 1, 1365, 1366, 2048, 2049, 4095, 4096, 4097, 5000, 70_000])
