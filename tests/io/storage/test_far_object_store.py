@@ -160,7 +160,9 @@ def test_a_restore_waits_only_for_a_listing_the_indexes_and_the_data(far: FarS3,
     put, deleted = (row for row in log if "lease" in row["path"])
     assert put["path"] == deleted["path"] and deleted["status"] == 204
     assert returned < deleted["ended"], "nobody waits for the end of the lease"
-    assert all(row["ended"] <= deleted["at"] for row in log if row is not deleted), "it is held until all is read"
+    # the server may learn that it has sent an answer a moment after the client has read it
+    until = deleted["at"] + LATENCY / 2
+    assert all(row["ended"] <= until for row in log if row is not deleted), "it is held until all is read"
 
 
 def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3, run: tc.ObjectRun) -> None:
