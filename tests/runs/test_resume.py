@@ -236,6 +236,31 @@ def test_registered_state_of_each_rank_on_another_number_of_ranks_is_refused_by_
     assert [out.value for out in on_ranks(1, lambda comm: resume(comm, fallback=tc.Fallback(per_rank="take")))] == [10]
 
 
+@pytest.mark.parametrize(("own", "strict"), [({}, True), ({"place": ...}, True), ({"place": 5}, False)])
+def test_registered_state_of_each_rank_that_is_not_asked_for_is_taken_by_no_other_number_of_ranks(
+    tmp_path: Path, own: dict[str, Any], strict: bool
+) -> None:
+    saved = Job(tmp_path)
+    state = tc.training.state(saved.model, saved.optimizer, scheduler=saved.scheduler)
+
+    def save(comm: Any) -> None:
+        manager = tc.Manager(tmp_path, background=False, comm=comm)
+        manager.register("own", {"place": tc.PerRank(comm.rank + 10), "rows": 3})
+        manager.register("seen", {"samples": 4})
+        manager.save(1, state)
+
+    def resume(comm: Any) -> dict[str, Any]:
+        job, here = Job(tmp_path, comm=comm), {**own, "rows": 0}
+        job.manager.register("own", here)
+        job.resume(strict=strict)
+        return here
+
+    assert errors_of(on_ranks(2, save)) == [None] * 2
+    found = on_ranks(1, resume)
+    assert errors_of(found) == [None]
+    assert found[0].value == {**own, "rows": 3}
+
+
 def test_a_newest_step_whose_index_cannot_be_read_is_named_though_its_place_in_the_lineage_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

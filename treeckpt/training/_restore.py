@@ -79,7 +79,6 @@ from ._optimizers import NamedOptimizer, Optimizers, all_groups, name_optimizers
 from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
-    OWN,
     RestoreSource,
     TreeSource,
     check_globs,
@@ -101,6 +100,7 @@ from ._user_state import (
     compare_extra,
     loader_actions,
     objects_of_extra,
+    own_leaves,
 )
 
 
@@ -478,9 +478,11 @@ class _Restore:
         """
         self.trees |= {(*keys, name): TreeToFill(tree, (*keys, name), self.source) for name, tree in trees.items()}
         if self.comm.size != self.source.world and self.options.fallback.per_rank != "take":
-            heads = tuple(f"{'/'.join(map(key_text, (*keys, name)))}/" for name in trees)
-            if own := next((path for path in self.source.leaves if path.startswith(heads) and OWN in path), None):
-                raise other_world_error(own, self.comm, self.source.world, take="fallback=Fallback(per_rank='take')")
+            for name in trees:
+                target, path = self.trees[*keys, name].target, "/".join(map(key_text, (*keys, name)))
+                if own := own_leaves(target, path, self.source, rank=self.comm.rank):
+                    take = "fallback=Fallback(per_rank='take')"
+                    raise other_world_error(own[0], self.comm, self.source.world, take=take)
 
     def _return_extra(self) -> None:
         """Loads `extra` as it was saved; where no training goes on, without what this program cannot make.

@@ -56,7 +56,7 @@ from ..errors import MismatchError
 from ._groups import copied_value, torch_options
 from ._moments import MomentPlacement, build_state
 from ._optimizers import param_groups_of
-from ._sources import RestoreSource, children_of, descend, leaves_below
+from ._sources import OWN, RestoreSource, children_of, descend, leaves_below
 
 _log = logging.getLogger("treeckpt")
 _ANY_RANK = "~rank*"
@@ -286,6 +286,19 @@ def compare_extra(extra: Any, target: Any, source: RestoreSource, *, rank: int) 
         lengths,
         list(_additions(grown, source, rank)),
     )
+
+
+def own_leaves(target: Any, path: str, source: RestoreSource, *, rank: int) -> list[str]:
+    """Returns the leaves of which each rank has saved its own and that a tree at a path asks for."""
+    own = [saved for saved in source.leaves if OWN in saved and saved.startswith(f"{path}/")]
+    if not own:
+        return []
+    namespace = source.options.namespace
+    found = [(index_path(at, rank), leaf) for at, leaf in flatten(target, rank=rank, namespace=namespace)[1]]
+    exact = {f"{path}/{at}" for at, leaf in found if leaf is not ...}
+    objects = (at for at, leaf in found if _ANY_RANK in at or holds_stateful(leaf, namespace, mappings=True))
+    above = tuple(f"{path}/{at}/" if at else f"{path}/" for at in objects)
+    return [saved for saved in own if saved in exact or saved.startswith(above)]
 
 
 # optimizers in trees --------------------------------------------------------------------------------------------------
