@@ -164,26 +164,26 @@ def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> C
     Their shapes are equal except along the axis, where each length is divisible by the number of groups.
     """
     parts: list[SourceBox | Constant] = []
-    at = 0
+    end = 0
     for group in range(groups):
         for array in arrays:
             length = array.shape[axis] // groups
             piece = array if groups == 1 else narrow(array, _slab(array.shape, axis, group * length, length))
-            by = tuple(at if d == axis else 0 for d in range(len(array.shape)))
+            by = tuple(end if d == axis else 0 for d in range(len(array.shape)))
             parts += [_shifted(part, by) for part in piece.parts]
-            at += length
+            end += length
     shape = arrays[0].shape
-    return arrays[0].rebuilt((*shape[:axis], at, *shape[axis + 1 :]), _merged(parts))
+    return arrays[0].rebuilt((*shape[:axis], end, *shape[axis + 1 :]), _merged(parts))
 
 
 def uninterleave(array: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:
     """Returns the arrays that `interleave` joined: `lengths` are their lengths along the axis in one group."""
     stride, starts = sum(lengths), list(itertools.accumulate(lengths, initial=0))
-    found: list[ComposedArray] = []
+    arrays: list[ComposedArray] = []
     for start, length in zip(starts, lengths, strict=False):
         pieces = [narrow(array, _slab(array.shape, axis, group * stride + start, length)) for group in range(groups)]
-        found.append(pieces[0] if groups == 1 else interleave(pieces, axis))
-    return found
+        arrays.append(pieces[0] if groups == 1 else interleave(pieces, axis))
+    return arrays
 
 
 def _slab(shape: tuple[int, ...], axis: int, start: int, length: int) -> Region:
