@@ -274,13 +274,13 @@ class _Receipt(msgspec.Struct):
 
     read: Read
     buffer: memoryview | None
-    """None where the bytes stay in the memory of the read."""
+    """The memory that takes the bytes; None where they stay in the memory of the read."""
     memory: memoryview
     owner: int
     failed: Any
     """A tensor with one number: not 0 where the owner has failed, and the bytes mean nothing."""
     works: list[Any]
-    """What to wait for."""
+    """The transfers to wait for."""
 
 
 class _Relay(msgspec.Struct, frozen=True):
@@ -289,7 +289,7 @@ class _Relay(msgspec.Struct, frozen=True):
     start: int
     stop: int
     number: int
-    """Of the read, in the list that all members have."""
+    """The number of the read in the list that all members have."""
     read: Read
     work: _SharedList
 

@@ -53,22 +53,22 @@ class Rows(msgspec.Struct, frozen=True):
 
     spec: TableSpec
     saved: int
-    """Rows in the checkpoint."""
+    """The number of rows in the checkpoint."""
     start: int
     count: int
     picked: np.ndarray | None = None
-    """Their numbers, where they are not `start:start + count`."""
+    """The numbers of the wanted rows, where they are not `start:start + count`."""
 
 
 class Join(msgspec.Struct, frozen=True):
     """Which row of a saved slot goes to which row of a table."""
 
     rows: np.ndarray
-    """Rising numbers of saved rows."""
+    """The rising numbers of the saved rows that are read."""
     places: np.ndarray | None = None
-    """Where each is wanted; None where they follow each other."""
+    """The row of the table that each is for; None where they follow each other."""
     missing: Sequence[int] | np.ndarray = ()
-    """Ids of the table that have no such row."""
+    """The ids of the table of which no row was saved."""
 
 
 def ids_beside(path: str) -> str | None:

@@ -269,7 +269,7 @@ def _survey_fetched(
         if opened is not None and not bad
         for start in range(0, opened.file.nbytes, _step(opened))
     ]
-    """Of each request: the shard, and where in its data area it begins and ends."""
+    """The shard of each request, and where in its data area the request begins and ends."""
     by_file: dict[str, list[BadBytes]] = {file.name: [] for file in files}
     arriving: dict[int, ArrivingBlocks] = {}
 
@@ -319,7 +319,7 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
         checkpoint.check_against_files()
         store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
         files = index.file_list[comm.rank :: comm.size]
-        return [bad for _, found in survey_shards(store, index, files, sizes) for bad in found]
+        return [bad for _, parts in survey_shards(store, index, files, sizes) for bad in parts]
 
     damaged = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
     for bad in damaged:
@@ -334,14 +334,14 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMome
     file = opened.file
     for start, data, failed in _read_steps(store, opened, there):
         all_read = True
-        for at in range(start, start + len(data), opened.block):
-            part = data[at - start : at - start + opened.block]
-            if failed and (error := _error_of(store, opened, at, part)):
+        for begin in range(start, start + len(data), opened.block):
+            part = data[begin - start : begin - start + opened.block]
+            if failed and (error := _error_of(store, opened, begin, part)):
                 all_read = False
-                first, why = file.header + at, f"they cannot be read: {error}"
+                first, why = file.header + begin, f"they cannot be read: {error}"
                 yield BadBytes(file.name, first, first + len(part), why, read_failure(error))
-            elif not matches(opened, at, part):
-                yield _unlike(opened, at, len(part))
+            elif not matches(opened, begin, part):
+                yield _unlike(opened, begin, len(part))
         if moments is not None:
             moments.add(file, start, data)
         if failed and all_read:
@@ -400,7 +400,7 @@ THREADS = 2
 SHARE = 1 << 20
 """Bytes that one thread takes, at least."""
 Extents = tuple[list[int], list[int], list[int]]
-"""Of a shard's data area, by offset: where each chunk starts, where it ends, and the number of its leaf."""
+"""Where each chunk of a shard starts in the data area, where it ends, and the number of its leaf; by offset."""
 
 
 class LeafMoments:
@@ -412,7 +412,7 @@ class LeafMoments:
         self._pool = ThreadPool(THREADS, "treeckpt-moments")
         self._found: dict[int, Moments | None] = {}
         self._parts: dict[tuple[str, int], tuple[bytearray, int]] = {}
-        """Elements of which bytes are missing: by file and offset, the bytes, and how many of them are there."""
+        """The bytes of each element of which some are missing, and how many are there, by file and offset."""
 
     @cached_property
     def _extents(self) -> dict[str, Extents]:
