@@ -44,9 +44,9 @@ class RuleStep(msgspec.Struct, frozen=True, gc=False):
     """One rule that was applied to a leaf."""
 
     rule: str
-    """Its number and description."""
+    """The number and description of the rule."""
     before: str
-    """The name before it of the leaf, or of the first of its sources."""
+    """The name that the leaf, or the first of its sources, had before the rule."""
 
 
 class LeafState(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +57,7 @@ class LeafState(msgspec.Struct, frozen=True, gc=False):
     place: tuple[int, ...]
     """Sort key: the new leaves of a rule take the place of the first leaf that it took."""
     array: ComposedArray | None = None
-    """None for values, and for everything else that only has a name."""
+    """How the array is composed of saved ones; None for values, and for everything else that only has a name."""
     value: object = None
     """The stored form of a value; None if it is not known."""
     trail: tuple[RuleStep, ...] = ()
@@ -321,7 +321,7 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
             rest = tuple(pair for pair in binding if pair not in shared)
             groups.setdefault(shared, [{} for _ in patterns])[i][rest] = path
     taken = [(shared, members) for shared, members in groups.items() if rule.led_by is None or members[rule.led_by]]
-    return [(shared, _in_order(state, shared, found, patterns)) for shared, found in taken]
+    return [(shared, _in_order(state, shared, members, patterns)) for shared, members in taken]
 
 
 def _in_order(
@@ -435,7 +435,7 @@ class StatePath(msgspec.Struct, frozen=True):
 
 
 StateByParameter = dict[str, dict[StatePath, str]]
-"""By parameter name, without `model/`: the paths of its optimizer state."""
+"""The paths of the optimizer state of each parameter, by its name without `model/`."""
 
 
 def _optimizer_states(paths: Iterable[str]) -> StateByParameter:

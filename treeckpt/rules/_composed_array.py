@@ -43,18 +43,18 @@ class SourceBox(msgspec.Struct, frozen=True, gc=False):
     """A box of a saved array, and its region in the composed array."""
 
     region: Region
-    """In the composed array."""
+    """The place of the part in the composed array."""
     source: str
     """Path of the saved array."""
     box: Region
-    """In the saved array."""
+    """The box of the saved array that stands there."""
     axes: tuple[int, ...]
     """For each dimension of the composed array the dimension of the saved one; -1 for a new dimension of length 1. A
     dimension of the saved array that is missing here has length 1 in `box`."""
     dtypes: tuple[str, ...]
     """The saved dtype, then those that it is cast to, in order."""
     scales: BlockScales | None = None
-    """The saved elements are cast to the second dtype, float32, and multiplied by these."""
+    """The scales by which the saved elements are multiplied, once cast to the second dtype, float32."""
 
 
 class Constant(msgspec.Struct, frozen=True, gc=False):

@@ -40,7 +40,7 @@ class Pattern(msgspec.Struct, frozen=True):
     prefix: str
     """The literal text that every matching path begins with."""
     regex: re.Pattern[str] | None
-    """None for a literal, which matches one path and everything below it."""
+    """The expression that paths match; None for a literal, which matches one path and everything below it."""
     names: tuple[str, ...]
     """Names of the groups of `regex`."""
 
