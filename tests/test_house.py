@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"treeckpt": ROOT / "treeckpt", "treeckpt_dashboard": ROOT / "dashboard"}
 MODULE_LINES = 800
 FUNCTION_LINES = 60
+POSITIONAL_ARGUMENTS = 6
 
 
 def modules() -> Iterator[tuple[str, Path, ast.Module]]:
@@ -168,6 +169,20 @@ def test_modules_and_functions_are_short():
                 if node.end_lineno - node.lineno + 1 > FUNCTION_LINES:
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert long == []
+
+
+def test_calls_name_their_arguments_where_there_are_many():
+    """But those of `struct`, whose format says what each is, and those that pass on a sequence (`*values`)."""
+    many = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)}"
+        for _, path, tree in MODULES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and len(node.args) > POSITIONAL_ARGUMENTS
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+        and not ast.unparse(node.func).startswith("struct.")
+    ]
+    assert many == []
 
 
 # tests ----------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def show_changes(
     a, b = _newest_two(changes.library, a, b)
     if not (a and b):
         return RedirectResponse("../diff", 303)
-    page = get_changes(request, changes, a, b, by, q, start, action)
+    page = get_changes(request, changes, a, b, by=by, q=q, start=start, action=action)
     if action:  # so that a reload does not repeat it
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
     request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}
@@ -115,7 +115,7 @@ def show_diff(
     """The comparison of two checkpoints, by default of the newest one and the one before it."""
     library = comparisons.library
     a = a or _previous(library, b)
-    page = get_diff(comparisons, a, b, show, q, start, pair, read) if a and b else None
+    page = get_diff(comparisons, a, b, show, q=q, start=start, pair=pair, read=read) if a and b else None
     if page is not None:
         request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
     if not (a or b):  # the form offers these

@@ -38,22 +38,23 @@ class Delta(msgspec.Struct, frozen=True):
 
     elements: int
     compared: int
-    """Fewer than all where a cap was given."""
+    """The number of elements that were compared: fewer than all where a cap was given."""
     changed: int
-    """Of those compared: elements whose bits differ."""
+    """The number of compared elements whose bits differ."""
     max_abs: float | None
-    """Largest difference where both are finite; None where no two are, or they are no numbers."""
+    """The largest difference where both elements are finite; None where no two are, or they are no numbers."""
     mean_abs: float | None
-    """Mean over all such elements, changed or not."""
+    """The mean difference over all elements that are finite in both, changed or not."""
     not_finite: int
-    """Changed elements of which one is infinite or not a number."""
+    """The number of changed elements of which one is infinite or not a number."""
     before: float = 0.0
-    """Euclidean norm of the first array, of the elements that are finite in both; as are those that follow."""
+    """The Euclidean norm of the first array, over elements that are finite in both, as in the fields that follow."""
     after: float = 0.0
+    """The norm of the second array."""
     change: float = 0.0
-    """Norm of the difference."""
+    """The norm of the difference."""
     cosine: float | None = None
-    """Of the angle between the two; None where one is zero, or they are no numbers."""
+    """The cosine of the angle between the two arrays; None where one is zero, or they are no numbers."""
 
     @property
     def relative(self) -> float:
@@ -66,10 +67,10 @@ class ValueChange(msgspec.Struct, frozen=True):
 
     path: str
     other: str
-    """Its path in the second checkpoint."""
+    """The path of the array in the second checkpoint."""
     verdict: ByteComparison
     nbytes: int
-    """Of each of the two, as far as they are compared: under `PerRank` of all ranks' arrays."""
+    """The bytes of each of the two, as far as they are compared: under `PerRank` of all ranks' arrays."""
     delta: Delta | None = None
 
 
@@ -79,17 +80,17 @@ def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> ByteComparison
 
 
 def value_changes(
-    a: Checkpoint, b: Checkpoint, found: Diff | None = None, *, exact: bool = True
+    a: Checkpoint, b: Checkpoint, known: Diff | None = None, *, exact: bool = True
 ) -> Iterator[ValueChange]:
     """Yields the arrays that both checkpoints have, and whose contents differ.
 
     Args:
-        found: the difference of the indexes, if it is known.
+        known: the difference of the indexes, if it has been computed.
         exact: reads what checksums cannot tell, and measures every difference; otherwise the verdict may be "unknown".
     """
     for side in (a, b):
         side.check_against_files()
-    pairs = comparable(a.index, b.index, found or diff(a.index, b.index))
+    pairs = comparable(a.index, b.index, known or diff(a.index, b.index))
     if exact:
         for x, y, delta in measured_pairs(a, b, pairs, equal_too=False):
             if delta.changed:

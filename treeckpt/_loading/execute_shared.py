@@ -71,8 +71,10 @@ class SharedRead:
         seen: collections.Counter[str] = collections.Counter()
         mine: dict[int, Read] = {}
         for read in wanted:
-            one = read.destinations[0]
-            what = (one.box, one.chunk, one.itemsize) if isinstance(one, BoxDestination) else type(one).__name__
+            first = read.destinations[0]
+            what = (
+                (first.box, first.chunk, first.itemsize) if isinstance(first, BoxDestination) else type(first).__name__
+            )
             # equal on two ranks if the same reads serve both
             text = repr((read.file.rank, read.file.part, read.start, read.stop, what))
             mine[xxhash.xxh3_64_intdigest(f"{save_id} {text} {seen[text]}".encode())] = read
@@ -106,7 +108,9 @@ class SharedRead:
         replaced = False
         if fault is not None:
             try:
-                replaced = isinstance(fault, Replaced) or any(one.is_replaced() for one in self.checkpoints)
+                replaced = isinstance(fault, Replaced) or any(
+                    checkpoint.is_replaced() for checkpoint in self.checkpoints
+                )
             except CheckpointNotFound as error:
                 fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
@@ -164,15 +168,15 @@ class SharedRead:
         """
         import torch.distributed as dist
 
-        found: list[Any] = [None]
+        sent: list[Any] = [None]
         with self.together("index"):
             if self.rank == 0:
-                found = [(checkpoint.index_bytes, checkpoint.sizes)]
+                sent = [(checkpoint.index_bytes, checkpoint.sizes)]
         try:
-            dist.broadcast_object_list(found, 0, self.group)
+            dist.broadcast_object_list(sent, 0, self.group)
         except RuntimeError as error:
             raise unreachable(error) from error
-        checkpoint.index_bytes, checkpoint.sizes = found[0]
+        checkpoint.index_bytes, checkpoint.sizes = sent[0]
 
     def owned(self, reads: Sequence[Read], members: Sequence[int]) -> list[Read]:
         """Returns the reads that this rank carries out for all members."""
@@ -252,12 +256,12 @@ def reads_once(comm: Comm, store: Store) -> bool:
 
 
 def _new_group(comm: Comm) -> Any:
-    found = world_size()
-    if found != comm.size:
+    size = world_size()
+    if size != comm.size:
         raise CheckpointError(
             "once",
             expected=f"torch.distributed with the {comm.size} ranks of this load",
-            found=f"a default group of {max(found, 1)}",
+            found=f"a default group of {max(size, 1)}",
             hint="Initialise torch.distributed with these ranks, or leave out once=True of ReadOptions",
         )
     import torch.distributed as dist
@@ -270,13 +274,13 @@ class _Receipt(msgspec.Struct):
 
     read: Read
     buffer: memoryview | None
-    """None where the bytes stay in the memory of the read."""
+    """The memory that takes the bytes; None where they stay in the memory of the read."""
     memory: memoryview
     owner: int
     failed: Any
     """A tensor with one number: not 0 where the owner has failed, and the bytes mean nothing."""
     works: list[Any]
-    """What to wait for."""
+    """The transfers to wait for."""
 
 
 class _Relay(msgspec.Struct, frozen=True):
@@ -285,7 +289,7 @@ class _Relay(msgspec.Struct, frozen=True):
     start: int
     stop: int
     number: int
-    """Of the read, in the list that all members have."""
+    """The number of the read in the list that all members have."""
     read: Read
     work: _SharedList
 

@@ -53,22 +53,22 @@ class Rows(msgspec.Struct, frozen=True):
 
     spec: TableSpec
     saved: int
-    """Rows in the checkpoint."""
+    """The number of rows in the checkpoint."""
     start: int
     count: int
     picked: np.ndarray | None = None
-    """Their numbers, where they are not `start:start + count`."""
+    """The numbers of the wanted rows, where they are not `start:start + count`."""
 
 
 class Join(msgspec.Struct, frozen=True):
     """Which row of a saved slot goes to which row of a table."""
 
     rows: np.ndarray
-    """Rising numbers of saved rows."""
+    """The rising numbers of the saved rows that are read."""
     places: np.ndarray | None = None
-    """Where each is wanted; None where they follow each other."""
+    """The row of the table that each is for; None where they follow each other."""
     missing: Sequence[int] | np.ndarray = ()
-    """Ids of the table that have no such row."""
+    """The ids of the table of which no row was saved."""
 
 
 def ids_beside(path: str) -> str | None:
@@ -88,15 +88,15 @@ def ids_to_join(giver: Load, leaf: Leaf, path: str, home: Load, ids: Leaf) -> Le
         sources, parts = list(leaf.sources.values()), [p for p in leaf.array.parts if not isinstance(p, Constant)]
         moved = any(part.axes[:1] != (0,) or part.region.offset[0] != part.box.offset[0] for part in parts)
     names = [giver.index.entries[source.number].path for source in sources]
-    found = {leaf.number: leaf for leaf in (_saved_ids(giver, name) for name in names) if leaf is not None}
-    if moved or len(found) > 1 or (sources and not found):
+    saved_ids = {leaf.number: leaf for leaf in (_saved_ids(giver, name) for name in names) if leaf is not None}
+    if moved or len(saved_ids) > 1 or (sources and not saved_ids):
         raise MismatchError(
             path,
             expected="a slot of one KeyedTable, whose rows have ids",
             found=f"{', '.join(names[:4])}{', its rows moved by rules' if moved else ''}",
             hint="Load it under a path of its own, and build the table from there",
         )
-    return next((own for own in found.values() if giver is not home or own.number != ids.number), None)
+    return next((own for own in saved_ids.values() if giver is not home or own.number != ids.number), None)
 
 
 def _saved_ids(job: Load, slot: str) -> Leaf | None:
@@ -120,10 +120,10 @@ def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
 def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
     """Finds the rows that have given ids."""
     order = np.argsort(theirs)
-    at = np.searchsorted(theirs, ids, sorter=order)
-    at = order[np.minimum(at, len(theirs) - 1)] if len(theirs) else at
-    there = theirs[at] == ids if len(theirs) else np.zeros(len(ids), bool)
-    numbers = at[there] + rows.start if rows.picked is None else rows.picked[at[there]]
+    places = np.searchsorted(theirs, ids, sorter=order)
+    places = order[np.minimum(places, len(theirs) - 1)] if len(theirs) else places
+    there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
+    numbers = places[there] + rows.start if rows.picked is None else rows.picked[places[there]]
     turn = np.argsort(numbers)
     return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
 
@@ -174,14 +174,14 @@ def check_tables(job: Load, chosen: ChosenIds) -> None:
         )
 
 
-def row_pieces(writer: ArrayWriter, found: Join, row: tuple[int, ...], row_nbytes: int) -> list[TargetPiece]:
+def row_pieces(writer: ArrayWriter, joined: Join, row: tuple[int, ...], row_nbytes: int) -> list[TargetPiece]:
     """Returns pieces that write rows of a saved array to their places: rows that lie near each other in one piece.
 
     Args:
         row: the shape of a row.
         row_nbytes: its size in the file.
     """
-    rows, places = found.rows, found.places
+    rows, places = joined.rows, joined.places
     far = max(1, READ_GAP // max(1, row_nbytes))
     borders = [0, *(np.flatnonzero(np.diff(rows) > far) + 1).tolist(), len(rows)] if len(rows) else [0]
     if len(borders) > 2 and places is None:
@@ -196,11 +196,11 @@ def row_pieces(writer: ArrayWriter, found: Join, row: tuple[int, ...], row_nbyte
     return pieces
 
 
-def _read_numbers(job: Load, leaf: Leaf, path: str, at: np.ndarray) -> np.ndarray:
+def _read_numbers(job: Load, leaf: Leaf, path: str, positions: np.ndarray) -> np.ndarray:
     """Reads elements of a saved array of int64, at rising positions."""
-    numbers = np.empty(len(at), np.int64)
+    numbers = np.empty(len(positions), np.int64)
     memory = HostArray(numbers.view(raw_dtype(8)))
-    read_pieces_now(job, leaf, path, row_pieces(memory, Join(at), (), 8))
+    read_pieces_now(job, leaf, path, row_pieces(memory, Join(positions), (), 8))
     return numbers
 
 
@@ -223,9 +223,9 @@ def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
         buckets = np.unique(buckets_of(chosen, saved).astype(np.int64))
         rows = _rows_of_buckets(job, job.index.entries[ids.number + 1], path, buckets, count)
     theirs = _read_numbers(job, ids, path, rows)
-    found = join(chosen, theirs, Rows(saved, count, 0, len(rows), rows))
-    job.chosen_rows[ids.number, path] = found
-    return found
+    joined = join(chosen, theirs, Rows(saved, count, 0, len(rows), rows))
+    job.chosen_rows[ids.number, path] = joined
+    return joined
 
 
 def _rows_of_buckets(job: Load, offsets: Leaf, ids_path: str, buckets: np.ndarray, count: int) -> np.ndarray:
@@ -234,11 +234,11 @@ def _rows_of_buckets(job: Load, offsets: Leaf, ids_path: str, buckets: np.ndarra
     if offsets.spec is None or len(offsets.spec.shape) != 1 or (buckets >= offsets.spec.shape[0]).any():
         raise FormatError(path, expected="the first rows of the table's buckets", found="none")
     last = offsets.spec.shape[0]
-    at = np.union1d(buckets, buckets + 1)
-    firsts = _read_numbers(job, offsets, path, at[at < last])
-    if at.size and at[-1] == last:
+    borders = np.union1d(buckets, buckets + 1)
+    firsts = _read_numbers(job, offsets, path, borders[borders < last])
+    if borders.size and borders[-1] == last:
         firsts = np.append(firsts, count)
-    lows, highs = (firsts[np.searchsorted(at, wanted)] for wanted in (buckets, buckets + 1))
+    lows, highs = (firsts[np.searchsorted(borders, wanted)] for wanted in (buckets, buckets + 1))
     ends = np.append(lows, count)
     if (lows < 0).any() or (highs < lows).any() or (highs > ends[1:]).any():
         raise FormatError(path, expected=f"rising numbers up to {count}", found=f"{lows[:5]} to {highs[:5]}")
@@ -301,23 +301,23 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
         return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
     giver = job.options.joined.get(path, job)
     if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
-        found = column.view.joins.get((giver, own.number))
-        if found is None:
+        joined = column.view.joins.get((giver, own.number))
+        if joined is None:
             theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
-            found = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
-            column.view.joins[giver, own.number] = found
+            joined = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
+            column.view.joins[giver, own.number] = joined
         return _joined(
             job,
             giver,
             leaf=leaf,
             path=path,
             whole=_with_rows(wanted, leaf),
-            found=found,
+            joined=joined,
             fill=table.fill.get(column.name),
         )
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     if rows.picked is not None:
-        return _joined(job, job, leaf=leaf, path=path, whole=whole, found=Join(rows.picked), fill=None)
+        return _joined(job, job, leaf=leaf, path=path, whole=whole, joined=Join(rows.picked), fill=None)
     if rows.count < rows.saved:
         row = whole.shape[1:]
         region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
@@ -353,8 +353,8 @@ def _chosen_slot(
     if leaf is None:
         return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(chosen), path).leaf)
     giver = job.options.joined.get(path, job)
-    found = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
-    return _joined(job, giver, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), found=found, fill=fill)
+    joined = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
+    return _joined(job, giver, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), joined=joined, fill=fill)
 
 
 def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
@@ -366,14 +366,14 @@ def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> L
     return LeafPlaceholder(target.leaf)
 
 
-def _refuse_missing(job: Load, found: Join, path: str) -> None:
+def _refuse_missing(job: Load, joined: Join, path: str) -> None:
     """Refuses, by a MismatchError, chosen ids that a table lacks."""
-    if len(found.missing):
-        listed = ", ".join(map(str, found.missing[:5])) + (", ..." if len(found.missing) > 5 else "")
+    if len(joined.missing):
+        listed = ", ".join(map(str, joined.missing[:5])) + (", ..." if len(joined.missing) > 5 else "")
         raise MismatchError(
             path,
             expected="the chosen ids in the table",
-            found=f"{len(found.missing)} that are not in {job.checkpoint.url}: {listed}",
+            found=f"{len(joined.missing)} that are not in {job.checkpoint.url}: {listed}",
             hint="Pass like with a KeyedTable(..., fill={slot: 0.0}), whose slots are filled for these",
         )
 
@@ -485,22 +485,24 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
         return None
     wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
     if chosen is not None:
-        found = find_chosen(job, own or ids, ids_path, chosen)
-        _refuse_missing(job, found, ids_path)
+        joined = find_chosen(job, own or ids, ids_path, chosen)
+        _refuse_missing(job, joined, ids_path)
         return (
             _given_ids(job, wanted, chosen, path)
             if is_ids
-            else _joined(job, job, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), found=found, fill=None)
+            else _joined(job, job, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), joined=joined, fill=None)
         )
     assert own is not None, "else the rows are its own"
-    mine, theirs = (ids_of(x, one, ids_path, all_rows(x, one)) for x, one in ((home, ids), (job, own)))
+    mine, theirs = (
+        ids_of(x, table_ids, ids_path, all_rows(x, table_ids)) for x, table_ids in ((home, ids), (job, own))
+    )
     return _joined(
         job,
         job,
         leaf=leaf,
         path=path,
         whole=_with_rows(wanted, leaf),
-        found=join(mine, theirs, all_rows(job, own)),
+        joined=join(mine, theirs, all_rows(job, own)),
         fill=None,
     )
 
@@ -520,14 +522,14 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
 
 
 def _joined(
-    job: Load, giver: Load, leaf: Leaf, path: str, whole: ArraySpec, found: Join, fill: float | None
+    job: Load, giver: Load, leaf: Leaf, path: str, whole: ArraySpec, joined: Join, fill: float | None
 ) -> LeafPlaceholder:
     """Adds the rows of a column, each in its place in the table of `job`.
 
     Args:
         whole: what is wanted of kind, dtype and row shape, with all saved rows.
     """
-    missing, count = found.missing, len(found.rows) + len(found.missing)
+    missing, count = joined.missing, len(joined.rows) + len(joined.missing)
     if len(missing) and fill is None:
         raise MismatchError(
             path,
@@ -544,7 +546,7 @@ def _joined(
     assert leaf.spec is not None, "columns are arrays"
     row = whole.shape[1:]
     nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
-    pieces = [one for piece in own.pieces for one in row_pieces(piece.data, found, row, nbytes)]
+    pieces = [part for piece in own.pieces for part in row_pieces(piece.data, joined, row, nbytes)]
     batch = job.batch if giver is job else giver.new_batch()
     job.loaded += 1
     batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))

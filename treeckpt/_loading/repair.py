@@ -113,10 +113,10 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 
 def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair]) -> None:
     """Rebuilds the header and the length of a shard, where the seal proves the result."""
-    found = store.entry(file.name)
+    entry = store.entry(file.name)
     size, whole = store.sizes().get(file.name), file.header + file.nbytes
     _, bad = survey_shard(store, index, file, size)
-    if not bad or size is None or size < whole or any(one.unread for one in bad):
+    if not bad or size is None or size < whole or any(part.unread for part in bad):
         return
     try:
         header, done = _header_again(store, index, file, bad)
@@ -126,7 +126,7 @@ def _repair_shard(store: Store, index: Index, file: File, repairs: list[Repair])
         return
     if size > whole:
         done.append(f"cut off {size - whole} bytes behind the end")
-    aside = _replace_shard(store, file, header, found)
+    aside = _replace_shard(store, file, header, entry)
     repairs.append(Repair(file.name, " and ".join(done), aside))
 
 
@@ -145,12 +145,12 @@ def _header_again(store: Store, index: Index, file: File, bad: list[BadBytes]) -
 def _hashes(store: Store, file: File) -> list[int]:
     """Returns the checksums of the data as it is now."""
     buffer = aligned_buffer(BLOCK)
-    found: list[int] = []
-    for at in range(0, file.nbytes, BLOCK):
-        part = buffer[: min(BLOCK, file.nbytes - at)]
-        store.read_into(file.name, file.header + at, part)
-        found.append(hash_block(part))
-    return found
+    hashes: list[int] = []
+    for start in range(0, file.nbytes, BLOCK):
+        part = buffer[: min(BLOCK, file.nbytes - start)]
+        store.read_into(file.name, file.header + start, part)
+        hashes.append(hash_block(part))
+    return hashes
 
 
 # headers --------------------------------------------------------------------------------------------------------------
@@ -162,21 +162,21 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
     Mostly there is one; but an array without elements between two files of a rank may be in either.
     """
     entries: list[ShardEntry] = []
-    for extent in sorted(extents_in_file(index, file, empty=True), key=lambda one: (one.start, one.stop, one.leaf)):
+    for extent in sorted(extents_in_file(index, file, empty=True), key=lambda x: (x.start, x.stop, x.leaf)):
         leaf = index.entries[extent.leaf]
         assert leaf.stored is not None, "what has extents is stored"
         path, nbytes = rank_path(leaf.path, file.rank), extent.stop - extent.start
         start = extent.start - file.header
         entries.append(ShardEntry(path, leaf.stored.dtype, leaf.stored.shape, extent.region, start, nbytes))
-    found: list[tuple[ShardEntry, ...]] = []
+    versions: list[tuple[ShardEntry, ...]] = []
     for low, high in ((0, 1), (1, 1), (0, 0), (1, 0)):
         chosen = tuple(
             entry
             for entry in entries
             if entry.nbytes or ((low or entry.start > 0) and (high or entry.start < file.nbytes))
         )
-        if chosen not in found:
-            found.append(chosen)
+        if chosen not in versions:
+            versions.append(chosen)
     hashes = (0,) * block_count(file.nbytes)
     manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
     return [
@@ -190,7 +190,7 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
             hashes=hashes,
             manifest=manifest,
         )
-        for chosen in found
+        for chosen in versions
     ]
 
 
@@ -259,23 +259,23 @@ def _copied(store: Store, source: str, target: str, nbytes: int, header: bytes =
             first = aligned_buffer(len(header))
             first[:] = header
             writer.write(0, first)
-        for at in range(len(header), nbytes, COPIED_NBYTES):
-            part = aligned_buffer(min(COPIED_NBYTES, nbytes - at))  # an upload may still be sending the one before
-            store.read_into(source, at, part)
-            writer.write(at, part)
+        for start in range(len(header), nbytes, COPIED_NBYTES):
+            part = aligned_buffer(min(COPIED_NBYTES, nbytes - start))  # an upload may still be sending the one before
+            store.read_into(source, start, part)
+            writer.write(start, part)
     except BaseException:
         writer.abort()
         raise
     return writer
 
 
-def _replace_shard(store: Store, file: File, header: bytes, found: DirectoryEntry | None) -> str:
+def _replace_shard(store: Store, file: File, header: bytes, entry: DirectoryEntry | None) -> str:
     """Replaces a shard's header, and cuts the shard to its length; returns the name under which the old one is kept.
 
     It is copied before the lock is taken, for which saves wait.
 
     Args:
-        found: the entry of the shard from before it was read.
+        entry: that of the shard from before it was read.
 
     Raises:
         CheckpointError: the shard is another one now, or as `hold_for_repair`. Nothing has changed then.
@@ -289,7 +289,7 @@ def _replace_shard(store: Store, file: File, header: bytes, found: DirectoryEntr
         elif store.traits.atomic_uploads:
             writer = _copied(store, aside, file.name, whole, header)
         with hold_for_repair(store):
-            if store.entry(file.name) != found:
+            if store.entry(file.name) != entry:
                 raise replaced_meanwhile(store)
             replaced = True
             if store.traits.renames:

@@ -142,10 +142,10 @@ def _problems_of_others(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]
         yield Problem(timings_name(index.save_id), str(error)), read_failure(error)
     for sidecar in index.sidecars:
         name = stored_name(index.save_id, sidecar.name)
-        found = checkpoint.sizes.get(name)
+        size = checkpoint.sizes.get(name)
         try:
-            if found is not None and found > sidecar.nbytes:
-                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, found), ""
+            if size is not None and size > sidecar.nbytes:
+                yield Problem(name, f"the file goes on after byte {sidecar.nbytes}", sidecar.nbytes, size), ""
             read_sidecar(store, index, sidecar.name)
         except (TreeckptError, OSError) as error:
             yield Problem(name, str(error), 0, sidecar.nbytes), read_failure(error)
@@ -242,10 +242,10 @@ def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) 
     return opened, []
 
 
-def _joined(found: Iterable[BadBytes]) -> list[BadBytes]:
+def _joined(parts: Iterable[BadBytes]) -> list[BadBytes]:
     """Joins bad bytes that follow each other and have the same cause."""
     joined: list[BadBytes] = []
-    for bad in found:
+    for bad in parts:
         if joined and joined[-1].stop == bad.start and joined[-1].why == bad.why:
             bad = BadBytes(bad.file, joined.pop().start, bad.stop, bad.why, bad.unread)
         joined.append(bad)
@@ -269,38 +269,38 @@ def _survey_fetched(
         if opened is not None and not bad
         for start in range(0, opened.file.nbytes, _step(opened))
     ]
-    """Of each request: the shard, and where in its data area it begins and ends."""
-    found: dict[str, list[BadBytes]] = {file.name: [] for file in files}
+    """The shard of each request, and where in its data area the request begins and ends."""
+    by_file: dict[str, list[BadBytes]] = {file.name: [] for file in files}
     arriving: dict[int, ArrivingBlocks] = {}
 
-    def compare(number: int, at: int, data: memoryview, size: int | None) -> None:
+    def compare(number: int, offset: int, data: memoryview, size: int | None) -> None:
         opened, start, stop = parts[number]
         position, nbytes = opened.file.header + start, stop - start
         if size is not None and size < position + nbytes:
             url = f"{store.url}/{opened.file.name}"
             raise too_short(url, position, nbytes, max(size - position, 0), what="object")
-        if not at:
-            arriving[number] = ArrivingBlocks(opened, start, partial(_add_unlike, opened, found[opened.file.name]))
+        if not offset:
+            arriving[number] = ArrivingBlocks(opened, start, partial(_add_unlike, opened, by_file[opened.file.name]))
         arriving[number].add(data)
         if moments is not None:
-            moments.add(opened.file, start + at, data)
-        if at + len(data) == nbytes:
+            moments.add(opened.file, start + offset, data)
+        if offset + len(data) == nbytes:
             del arriving[number]
 
     ranges = [(opened.file.name, opened.file.header + start, stop - start) for opened, start, stop in parts]
     store.fetch(ranges, compare, memory=FETCH_MEMORY)
     for file, (opened, bad) in zip(files, surveys, strict=True):
         if opened is not None and bad:  # of another length
-            found[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes), None)
+            by_file[file.name] += _bad_blocks(store, opened, min(sizes[file.name] - file.header, file.nbytes), None)
     return [
-        (opened, _joined([*sorted(found[file.name], key=lambda one: one.start), *bad]))
+        (opened, _joined([*sorted(by_file[file.name], key=lambda bad: bad.start), *bad]))
         for file, (opened, bad) in zip(files, surveys, strict=True)
     ]
 
 
-def _add_unlike(opened: OpenedShard, found: list[BadBytes], at: int, nbytes: int, checksum: int) -> None:
-    if checksum != opened.hashes[at // opened.block]:
-        found.append(_unlike(opened, at, nbytes))
+def _add_unlike(opened: OpenedShard, bad: list[BadBytes], start: int, nbytes: int, checksum: int) -> None:
+    if checksum != opened.hashes[start // opened.block]:
+        bad.append(_unlike(opened, start, nbytes))
 
 
 def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
@@ -319,14 +319,14 @@ def survey(checkpoint: Checkpoint, comm: Comm) -> tuple[BadBytes, ...]:
         checkpoint.check_against_files()
         store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
         files = index.file_list[comm.rank :: comm.size]
-        return [bad for _, found in survey_shards(store, index, files, sizes) for bad in found]
+        return [bad for _, parts in survey_shards(store, index, files, sizes) for bad in parts]
 
-    found = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
-    for bad in found:
+    damaged = [bad for part in all_gather(comm, f"load {checkpoint.url}", own, list[BadBytes]) for bad in part]
+    for bad in damaged:
         if bad.unread not in ("", "EIO"):
             where = f"{checkpoint.url}/{bad.file}"
             raise StoreError(where, expected="bytes to compare", found=bad.why, hint=_advice(bad))
-    return tuple(sorted(found, key=lambda bad: (bad.file, bad.start)))
+    return tuple(sorted(damaged, key=lambda bad: (bad.file, bad.start)))
 
 
 def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMoments | None) -> Iterator[BadBytes]:
@@ -334,14 +334,14 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMome
     file = opened.file
     for start, data, failed in _read_steps(store, opened, there):
         all_read = True
-        for at in range(start, start + len(data), opened.block):
-            part = data[at - start : at - start + opened.block]
-            if failed and (error := _error_of(store, opened, at, part)):
+        for begin in range(start, start + len(data), opened.block):
+            part = data[begin - start : begin - start + opened.block]
+            if failed and (error := _error_of(store, opened, begin, part)):
                 all_read = False
-                first, why = file.header + at, f"they cannot be read: {error}"
+                first, why = file.header + begin, f"they cannot be read: {error}"
                 yield BadBytes(file.name, first, first + len(part), why, read_failure(error))
-            elif not matches(opened, at, part):
-                yield _unlike(opened, at, len(part))
+            elif not matches(opened, begin, part):
+                yield _unlike(opened, begin, len(part))
         if moments is not None:
             moments.add(file, start, data)
         if failed and all_read:
@@ -380,9 +380,9 @@ def _step(opened: OpenedShard) -> int:
     return max(READ_NBYTES // opened.block, 1) * opened.block
 
 
-def _unlike(opened: OpenedShard, at: int, nbytes: int) -> BadBytes:
-    """Returns the block that starts at `at` in the data area as bad bytes."""
-    first = opened.file.header + at
+def _unlike(opened: OpenedShard, start: int, nbytes: int) -> BadBytes:
+    """Returns the block that begins at `start` in the data area as bad bytes."""
+    first = opened.file.header + start
     return BadBytes(opened.file.name, first, first + nbytes, "they differ from their checksum")
 
 
@@ -400,7 +400,7 @@ THREADS = 2
 SHARE = 1 << 20
 """Bytes that one thread takes, at least."""
 Extents = tuple[list[int], list[int], list[int]]
-"""Of a shard's data area, by offset: where each chunk starts, where it ends, and the number of its leaf."""
+"""Where each chunk of a shard starts in the data area, where it ends, and the number of its leaf; by offset."""
 
 
 class LeafMoments:
@@ -412,11 +412,11 @@ class LeafMoments:
         self._pool = ThreadPool(THREADS, "treeckpt-moments")
         self._found: dict[int, Moments | None] = {}
         self._parts: dict[tuple[str, int], tuple[bytearray, int]] = {}
-        """Elements of which bytes are missing: by file and offset, the bytes, and how many of them are there."""
+        """The bytes of each element of which some are missing, and how many are there, by file and offset."""
 
     @cached_property
     def _extents(self) -> dict[str, Extents]:
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        by_file: dict[str, list[tuple[int, int, int]]] = {}
         for leaf in self._index.entries:
             if leaf.spec is None or isinstance(leaf.record, AliasRecord):
                 continue
@@ -427,8 +427,8 @@ class LeafMoments:
                 return {}
             for chunk in chunks:
                 header = chunk.file.header
-                found.setdefault(chunk.file.name, []).append((chunk.start - header, chunk.stop - header, leaf.number))
-        columns = {name: zip(*sorted(rows), strict=True) for name, rows in found.items()}
+                by_file.setdefault(chunk.file.name, []).append((chunk.start - header, chunk.stop - header, leaf.number))
+        columns = {name: zip(*sorted(rows), strict=True) for name, rows in by_file.items()}
         return {name: (list(starts), list(stops), list(numbers)) for name, (starts, stops, numbers) in columns.items()}
 
     def clear(self) -> None:
@@ -454,42 +454,42 @@ class LeafMoments:
     def _add(self, name: str, extents: Extents, start: int, data: memoryview) -> None:
         starts, stops, numbers = extents
         stop = start + len(data)
-        for at in range(bisect_right(stops, start), len(starts)):
-            if starts[at] >= stop:
+        for i in range(bisect_right(stops, start), len(starts)):
+            if starts[i] >= stop:
                 break
-            low, high = max(start, starts[at]), min(stop, stops[at])
-            self._add_piece(numbers[at], name, starts[at], low, data[low - start : high - start])
+            low, high = max(start, starts[i]), min(stop, stops[i])
+            self._add_piece(numbers[i], name, starts[i], low, data[low - start : high - start])
 
-    def _add_piece(self, number: int, name: str, first: int, at: int, piece: memoryview) -> None:
+    def _add_piece(self, number: int, name: str, first: int, start: int, piece: memoryview) -> None:
         """Adds bytes of one chunk.
 
         Args:
             first: where the chunk starts in the data area.
-            at: where the bytes start there.
+            start: where the bytes start there.
         """
         spec = self._index.entries[number].spec
         assert spec is not None, "a chunk is one of an array"
         width = dtype_of(spec.dtype).itemsize
-        inside = (at - first) % width
+        inside = (start - first) % width
         head = min(-inside % width, len(piece))
         tail = (len(piece) - head) % width
         whole = piece[head : len(piece) - tail]
         elements = [whole] if len(whole) else []
-        elements += self._join(name, at - inside, width, inside, piece[:head])
-        elements += self._join(name, at + len(piece) - tail, width, 0, piece[len(piece) - tail :])
+        elements += self._join(name, start - inside, width, inside, piece[:head])
+        elements += self._join(name, start + len(piece) - tail, width, 0, piece[len(piece) - tail :])
         for data in elements:
-            found = moments_of(np.frombuffer(data, np.uint8), spec.dtype)
+            moments = moments_of(np.frombuffer(data, np.uint8), spec.dtype)
             with self._lock:
                 known = self._found[number]
-                self._found[number] = None if known is None or found is None else merged(known, found)
+                self._found[number] = None if known is None or moments is None else merged(known, moments)
 
-    def _join(self, name: str, element: int, width: int, at: int, piece: memoryview) -> list[bytearray]:
-        """Adds bytes of an element from its byte `at` on; returns the element if it is complete now."""
+    def _join(self, name: str, element: int, width: int, first: int, piece: memoryview) -> list[bytearray]:
+        """Adds bytes of an element from its byte `first` on; returns the element if it is complete now."""
         if not len(piece):
             return []
         with self._lock:
             data, there = self._parts.pop((name, element), (bytearray(width), 0))
-            data[at : at + len(piece)] = piece
+            data[first : first + len(piece)] = piece
             if there + len(piece) == width:
                 return [data]
             self._parts[name, element] = data, there + len(piece)
@@ -497,4 +497,4 @@ class LeafMoments:
 
     def found(self) -> dict[int, Moments]:
         """Returns the statistics of all arrays of numbers, by leaf number."""
-        return {number: one for number, one in sorted(self._found.items()) if one is not None}
+        return {number: moments for number, moments in sorted(self._found.items()) if moments is not None}

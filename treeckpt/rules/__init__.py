@@ -294,15 +294,17 @@ def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
     Raises:
         TreeckptError: an element is neither a rule nor a text.
     """
-    found: list[Rule] = []
+    rules: list[Rule] = []
     if rename is not None and (pairs := _pairs(rename)):
-        found.append(Renames(pairs))
+        rules.append(Renames(pairs))
     given: Any = () if transforms is None else [transforms] if isinstance(transforms, (str, Rule)) else transforms
-    for one in given if isinstance(given, Iterable) else [given]:
-        if isinstance(one, str):
-            found += parse(one)
-        elif isinstance(one, Rule):
-            found.append(one)
+    for transform in given if isinstance(given, Iterable) else [given]:
+        if isinstance(transform, str):
+            rules += parse(transform)
+        elif isinstance(transform, Rule):
+            rules.append(transform)
         else:
-            raise TreeckptError("transforms", expected="rules of treeckpt.rules, or statements", found=f"{one!r:.80}")
-    return tuple(found)
+            raise TreeckptError(
+                "transforms", expected="rules of treeckpt.rules, or statements", found=f"{transform!r:.80}"
+            )
+    return tuple(rules)

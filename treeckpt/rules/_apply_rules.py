@@ -44,9 +44,9 @@ class RuleStep(msgspec.Struct, frozen=True, gc=False):
     """One rule that was applied to a leaf."""
 
     rule: str
-    """Its number and description."""
+    """The number and description of the rule."""
     before: str
-    """The name before it of the leaf, or of the first of its sources."""
+    """The name that the leaf, or the first of its sources, had before the rule."""
 
 
 class LeafState(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +57,7 @@ class LeafState(msgspec.Struct, frozen=True, gc=False):
     place: tuple[int, ...]
     """Sort key: the new leaves of a rule take the place of the first leaf that it took."""
     array: ComposedArray | None = None
-    """None for values, and for everything else that only has a name."""
+    """How the array is composed of saved ones; None for values, and for everything else that only has a name."""
     value: object = None
     """The stored form of a value; None if it is not known."""
     trail: tuple[RuleStep, ...] = ()
@@ -107,16 +107,16 @@ class RuleContext:
         self.label, self.new_names, self.taken, self.undo, self.lost = label, {}, {}, [], ""
         self.must_match = self.strict and not rule.optional
         if isinstance(rule, ArrayRule):
-            found = self._build_arrays(rule)
+            matched = self._build_arrays(rule)
         elif isinstance(rule, (Rename, Renames)):
-            found = self._rename(rule.pairs)
+            matched = self._rename(rule.pairs)
         elif isinstance(rule, Copy):
-            found = self._copy(rule)
+            matched = self._copy(rule)
         elif isinstance(rule, Fill):
-            found = self._fill(rule)
+            matched = self._fill(rule)
         else:
-            found = self._drop(rule)
-        if not found and self.must_match:
+            matched = self._drop(rule)
+        if not matched and self.must_match:
             raise self.no_match("leaves that the rule is about")
 
     def no_match(self, expected: str, hint: str = "") -> MismatchError:
@@ -149,21 +149,21 @@ class RuleContext:
         """Returns the leaves that a pattern matches, in order, with what it binds."""
         if pattern.regex is None and (pattern.text in self.items or not below):
             return [((), pattern.text)] if pattern.text in self.items else []
-        found = ((pattern.match(path, below=below), path) for path in self.items)
-        return [(binding, path) for binding, path in found if binding is not None]
+        matches = ((pattern.match(path, below=below), path) for path in self.items)
+        return [(binding, path) for binding, path in matches if binding is not None]
 
     # names ----------------------------------------------------------------------------------------------------------
     def _pairs(self, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Returns new names by old name; the first pair that matches a leaf counts."""
-        found: dict[str, str] = {}
+        new_names: dict[str, str] = {}
         for source, target in pairs:
             matches = self.find(compile_pattern(source), below=True)
             if not matches and self.must_match:
                 raise self.no_match(source, self._meant(source, target))
             for binding, path in matches:
-                if path not in found:
-                    found[path] = expand(target, binding)
-        return found
+                if path not in new_names:
+                    new_names[path] = expand(target, binding)
+        return new_names
 
     def _rename(self, pairs: Sequence[tuple[str, str]]) -> bool:
         names = self._pairs(pairs)
@@ -320,33 +320,33 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
             shared = tuple(pair for pair in binding if pair[0] in kept or not pair[0].isidentifier())
             rest = tuple(pair for pair in binding if pair not in shared)
             groups.setdefault(shared, [{} for _ in patterns])[i][rest] = path
-    taken = [(shared, found) for shared, found in groups.items() if rule.led_by is None or found[rule.led_by]]
-    return [(shared, _in_order(state, shared, found, patterns)) for shared, found in taken]
+    taken = [(shared, members) for shared, members in groups.items() if rule.led_by is None or members[rule.led_by]]
+    return [(shared, _in_order(state, shared, members, patterns)) for shared, members in taken]
 
 
 def _in_order(
-    state: RuleContext, shared: Binding, found: list[dict[Binding, str]], patterns: Sequence[Pattern]
+    state: RuleContext, shared: Binding, members: list[dict[Binding, str]], patterns: Sequence[Pattern]
 ) -> list[str]:
     """Returns the paths of one group, of which none may be missing: by number, and for each number by pattern."""
     own = [bound_numbers(pattern) - {name for name, _ in shared} for pattern in patterns]
     alike = all(names == own[0] for names in own)
-    rests = sorted({rest for by_rest in found for rest in by_rest}) if alike else []
+    rests = sorted({rest for by_rest in members for rest in by_rest}) if alike else []
     ordered: list[str] = []
     if len(own[0]) == 1 and alike:
         numbers = [int(number) for ((_, number),) in rests]
         gaps = sorted(set(range(numbers[0], numbers[-1])) - set(numbers))
         if gaps:
-            path = found[0].get(rests[0]) or patterns[0].text
+            path = members[0].get(rests[0]) or patterns[0].text
             raise state.rule_error(
                 path, f"numbers {numbers[0]} to {numbers[-1]} without a gap", f"none of number {gaps[0]}"
             )
     pairs = [(i, rest) for rest in rests for i in range(len(patterns))]
     if not alike:
-        pairs = [(i, rest) for i, by_rest in enumerate(found) for rest in sorted(by_rest) or [()]]
+        pairs = [(i, rest) for i, by_rest in enumerate(members) for rest in sorted(by_rest) or [()]]
     for i, rest in pairs:
-        path = found[i].get(rest)
+        path = members[i].get(rest)
         if path is None:
-            there = next(path for by_rest in found for path in by_rest.values())
+            there = next(path for by_rest in members for path in by_rest.values())
             name = _expand_or_text(patterns[i].text, tuple(sorted((*shared, *rest))))
             raise state.rule_error(there, f"{name} beside it", "no such leaf")
         ordered.append(path)
@@ -435,7 +435,7 @@ class StatePath(msgspec.Struct, frozen=True):
 
 
 StateByParameter = dict[str, dict[StatePath, str]]
-"""By parameter name, without `model/`: the paths of its optimizer state."""
+"""The paths of the optimizer state of each parameter, by its name without `model/`."""
 
 
 def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
@@ -445,18 +445,18 @@ def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
     `param_groups/[optimizer/]members/label/name`.
     """
     there = list(paths)
-    found: StateByParameter = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
-    quoted = {key_text(name): name for name in found}
+    states: StateByParameter = {path.removeprefix(MODEL): {} for path in there if path.startswith(MODEL)}
+    quoted = {key_text(name): name for name in states}
     for path in there:
         placed = None
         if path.startswith(OPTIMIZER):
-            placed = _moment(path.removeprefix(OPTIMIZER).split("/"), found)
+            placed = _moment(path.removeprefix(OPTIMIZER).split("/"), states)
         elif path.startswith(GROUPS) and path.split("/")[-3] == "members":
             before, _, name = path.rpartition("/")
             placed = (StatePath(f"{before}/", "", True), quoted[name]) if name in quoted else None
         if placed is not None:
-            found[placed[1]][placed[0]] = path
-    return found
+            states[placed[1]][placed[0]] = path
+    return states
 
 
 def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, str] | None:

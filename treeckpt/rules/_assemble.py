@@ -133,7 +133,7 @@ def pieces_of(
                 scales = scales_of(part, lambda path, region: read(sources[path], region))
                 writer = PermutedWriter(piece, part, target.spec, scales)
                 pieces.setdefault(part.source, []).append(TargetPiece(part.box, writer))
-    return [(sources[source], found) for source, found in pieces.items()], fills
+    return [(sources[source], parts) for source, parts in pieces.items()], fills
 
 
 def constant_write(part: Constant, piece: TargetPiece, spec: ArraySpec) -> Callable[[], object]:

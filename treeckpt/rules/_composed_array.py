@@ -43,18 +43,18 @@ class SourceBox(msgspec.Struct, frozen=True, gc=False):
     """A box of a saved array, and its region in the composed array."""
 
     region: Region
-    """In the composed array."""
+    """The place of the part in the composed array."""
     source: str
     """Path of the saved array."""
     box: Region
-    """In the saved array."""
+    """The box of the saved array that stands there."""
     axes: tuple[int, ...]
     """For each dimension of the composed array the dimension of the saved one; -1 for a new dimension of length 1. A
     dimension of the saved array that is missing here has length 1 in `box`."""
     dtypes: tuple[str, ...]
     """The saved dtype, then those that it is cast to, in order."""
     scales: BlockScales | None = None
-    """The saved elements are cast to the second dtype, float32, and multiplied by these."""
+    """The scales by which the saved elements are multiplied, once cast to the second dtype, float32."""
 
 
 class Constant(msgspec.Struct, frozen=True, gc=False):
@@ -164,26 +164,26 @@ def interleave(arrays: Sequence[ComposedArray], axis: int, groups: int = 1) -> C
     Their shapes are equal except along the axis, where each length is divisible by the number of groups.
     """
     parts: list[SourceBox | Constant] = []
-    at = 0
+    end = 0
     for group in range(groups):
         for array in arrays:
             length = array.shape[axis] // groups
             piece = array if groups == 1 else narrow(array, _slab(array.shape, axis, group * length, length))
-            by = tuple(at if d == axis else 0 for d in range(len(array.shape)))
+            by = tuple(end if d == axis else 0 for d in range(len(array.shape)))
             parts += [_shifted(part, by) for part in piece.parts]
-            at += length
+            end += length
     shape = arrays[0].shape
-    return arrays[0].rebuilt((*shape[:axis], at, *shape[axis + 1 :]), _merged(parts))
+    return arrays[0].rebuilt((*shape[:axis], end, *shape[axis + 1 :]), _merged(parts))
 
 
 def uninterleave(array: ComposedArray, axis: int, lengths: Sequence[int], groups: int = 1) -> list[ComposedArray]:
     """Returns the arrays that `interleave` joined: `lengths` are their lengths along the axis in one group."""
     stride, starts = sum(lengths), list(itertools.accumulate(lengths, initial=0))
-    found: list[ComposedArray] = []
+    arrays: list[ComposedArray] = []
     for start, length in zip(starts, lengths, strict=False):
         pieces = [narrow(array, _slab(array.shape, axis, group * stride + start, length)) for group in range(groups)]
-        found.append(pieces[0] if groups == 1 else interleave(pieces, axis))
-    return found
+        arrays.append(pieces[0] if groups == 1 else interleave(pieces, axis))
+    return arrays
 
 
 def _slab(shape: tuple[int, ...], axis: int, start: int, length: int) -> Region:

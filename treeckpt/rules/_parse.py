@@ -105,10 +105,10 @@ class _Statement:
 
 def _expand_range(name: str) -> list[str]:
     """Expands `w[0:3]` to w_0, w_1 and w_2."""
-    found = re.fullmatch(r"(.*)\[([0-9]+):([0-9]+)\](\^T)?", name)
-    if found is None:
+    matched = re.fullmatch(r"(.*)\[([0-9]+):([0-9]+)\](\^T)?", name)
+    if matched is None:
         return [name]
-    return [f"{found[1]}_{i}{found[4] or ''}" for i in range(int(found[2]), int(found[3]))]
+    return [f"{matched[1]}_{i}{matched[4] or ''}" for i in range(int(matched[2]), int(matched[3]))]
 
 
 def parse(text: str, *, prefix: str = "", carried: bool = False) -> tuple[Rule, ...]:
@@ -165,17 +165,17 @@ def _rules_of(statement: _Statement) -> list[Rule]:
 
 def _layout_changes(statement: _Statement, left: Sequence[str], optional: bool) -> list[Rule]:
     """Returns the permutations and casts of the names on the left."""
-    found: list[Rule] = [
+    changes: list[Rule] = [
         Permute(n, optional=optional) for n, transposed in zip(left, statement.transposed, strict=True) if transposed
     ]
     order = statement.numbers("permute", "transpose")
     if order is not None:
-        found += [Permute(name, order or None, optional=optional) for name in left]  # None is the reverse order
+        changes += [Permute(name, order or None, optional=optional) for name in left]  # None is the reverse order
     dtype = statement.option("dtype", "dst_dtype")
     if dtype is not None:
         before = statement.option("src_dtype")
-        found += [Cast(name, dtype, before, optional=optional) for name in left]
-    return found
+        changes += [Cast(name, dtype, before, optional=optional) for name in left]
+    return changes
 
 
 def _dequantized(statement: _Statement, optional: bool) -> Rule:

@@ -40,7 +40,7 @@ class Pattern(msgspec.Struct, frozen=True):
     prefix: str
     """The literal text that every matching path begins with."""
     regex: re.Pattern[str] | None
-    """None for a literal, which matches one path and everything below it."""
+    """The expression that paths match; None for a literal, which matches one path and everything below it."""
     names: tuple[str, ...]
     """Names of the groups of `regex`."""
 
@@ -55,12 +55,12 @@ class Pattern(msgspec.Struct, frozen=True):
         if self.regex is None:
             tail = path[len(self.prefix) :]
             return (((_BELOW, tail),) if tail else ()) if not tail or (below and tail[0] == "/") else None
-        if (found := self.regex.fullmatch(path)) is None:
+        if (matched := self.regex.fullmatch(path)) is None:
             return None
-        tail = found["below"]
+        tail = matched["below"]
         if tail and not below:
             return None
-        groups = zip(self.names, found.groups(), strict=False)  # the last group is the rest of the path
+        groups = zip(self.names, matched.groups(), strict=False)  # the last group is the rest of the path
         bound: dict[str, int | str] = {name: int(text) if name[0] != "*" else text for name, text in groups}
         if tail:
             bound[_BELOW] = tail
@@ -77,10 +77,10 @@ def compile_pattern(text: str) -> Pattern:
     first = next(_PART.finditer(text), None)
     if first is None:
         return Pattern(text, text, None, ())
-    source, names, at = "", list[str](), 0
+    source, names, end = "", list[str](), 0
     for part in _PART.finditer(text):
-        source += re.escape(text[at : part.start()])
-        at = part.end()
+        source += re.escape(text[end : part.start()])
+        end = part.end()
         token = part[0]
         if token == "*":
             names.append(f"*{sum(name[0] == '*' for name in names)}")
@@ -99,7 +99,7 @@ def compile_pattern(text: str) -> Pattern:
         else:
             names.append(name)
             source += _NUMBER
-    source += re.escape(text[at:])
+    source += re.escape(text[end:])
     return Pattern(text, text[: first.start()], re.compile(source + "(?P<below>/.*)?", re.DOTALL), tuple(names))
 
 
@@ -122,10 +122,10 @@ def expand(template: str, binding: Binding) -> str:
     if "*" not in template and "$" not in template and not binding:
         return template
     bound = dict(binding)
-    name, at, stars = "", 0, 0
+    name, end, stars = "", 0, 0
     for part in _PART.finditer(template):
-        name += template[at : part.start()]
-        at = part.end()
+        name += template[end : part.start()]
+        end = part.end()
         if part[0] != "*":
             name += str(_number(part[0].strip("${}"), template, bound))
             continue
@@ -138,7 +138,7 @@ def expand(template: str, binding: Binding) -> str:
             )
         name += str(bound[f"*{stars}"])
         stars += 1
-    name, below = name + template[at:], str(bound.get(_BELOW, ""))
+    name, below = name + template[end:], str(bound.get(_BELOW, ""))
     return name + below if name else below.removeprefix("/")
 
 

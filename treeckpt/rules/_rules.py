@@ -663,14 +663,14 @@ def placed_below(rules: Iterable[Rule], prefix: str) -> tuple[Rule, ...]:
             return f"{prefix}/{name}" if name else prefix
         return tuple(map(placed, name)) if isinstance(name, tuple) else name
 
-    found: list[Rule] = []
+    below: list[Rule] = []
     for rule in rules:
         if isinstance(rule, Carried):
-            found.append(Carried(placed_below(rule.rules, prefix)))
+            below.append(Carried(placed_below(rule.rules, prefix)))
         else:
             names = {name: placed(getattr(rule, name)) for name in _NAMES if name in rule.__struct_fields__}
-            found.append(msgspec.structs.replace(rule, **names))
-    return tuple(found)
+            below.append(msgspec.structs.replace(rule, **names))
+    return tuple(below)
 
 
 def label_of(rule: Rule) -> str:

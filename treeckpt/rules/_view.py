@@ -96,7 +96,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def specs(self) -> dict[str, ArraySpec | None]:
         """Spec of each leaf by path, under `PerRank` of the source rank's; None for values."""
-        return {path: _own(found, self.source_rank).spec for path, found in self.by_path.items()}
+        return {path: _own(leaves, self.source_rank).spec for path, leaves in self.by_path.items()}
 
     def is_kept(self, path: str) -> bool:
         """Whether a `Keep` rule leaves the target's value at a path unchanged."""
@@ -142,7 +142,7 @@ class View(msgspec.Struct, frozen=True, dict=True):
         """(saved path, new path) of leaves that only have another name."""
         leaves = ((item.of, path, self.by_path.get(path)) for path, item in self.transformed.items.items())
         return tuple(
-            (of, path) for of, path, found in leaves if path != of and found and not isinstance(found[0], ComposedLeaf)
+            (of, path) for of, path, own in leaves if path != of and own and not isinstance(own[0], ComposedLeaf)
         )
 
 
@@ -167,7 +167,7 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
     """
     if not rules:
         return View(index, index.by_path, source_rank=source_rank, rank=rank)
-    own = {path: _own(found, source_rank) for path, found in index.by_path.items()}
+    own = {path: _own(leaves, source_rank) for path, leaves in index.by_path.items()}
     items: dict[str, LeafState] = {}
     for path, leaf in own.items():
         value = leaf.record.value if isinstance(leaf.record, ValueRecord) else None
@@ -186,11 +186,11 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
     return View(index, by_path, rules=rules, transformed=transformed, empty=names, source_rank=source_rank, rank=rank)
 
 
-def _own(found: Sequence[Leaf], rank: int) -> Leaf:
+def _own(leaves: Sequence[Leaf], rank: int) -> Leaf:
     """Returns the leaf of one rank at a path; the first if that rank has none, which a load then refuses."""
-    if found[0].ranks is None:
-        return found[0]
-    return next((leaf for leaf in found if rank in decode_runs(leaf.ranks or ())), found[0])
+    if leaves[0].ranks is None:
+        return leaves[0]
+    return next((leaf for leaf in leaves if rank in decode_runs(leaf.ranks or ())), leaves[0])
 
 
 def _source(index: Index, leaf: Leaf) -> str:
@@ -247,7 +247,7 @@ class NodeBuilder:
 
 def empty_containers(structure: Structure) -> list[tuple[str, int]]:
     """Returns the path of each empty container, which no leaf path contains, and the number of leaves before it."""
-    found: list[tuple[str, int]] = []
+    empty: list[tuple[str, int]] = []
     leaves = 0
 
     def walk(node: Structure, path: str, prefix: str) -> None:
@@ -256,23 +256,23 @@ def empty_containers(structure: Structure) -> list[tuple[str, int]]:
             leaves += 1
             return
         if not node.children:
-            found.append((path, leaves))
+            empty.append((path, leaves))
         keys = [OWN] * len(node.children) if isinstance(node, PerRankNode) else map(key_text, keys_of(node, path))
         for key, child in zip(keys, node.children, strict=True):
             walk(child, prefix + key, f"{prefix}{key}/")
 
     walk(structure, "", "")
-    return found
+    return empty
 
 
 def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
     """Returns every container by its path; under `PerRank` those of one rank, or of the first."""
-    found: dict[Steps, Node] = {}
+    nodes: dict[Steps, Node] = {}
 
     def walk(node: Structure, steps: Steps) -> None:
         if node is None:
             return
-        found[steps] = node
+        nodes[steps] = node
         if isinstance(node, PerRankNode):
             own = [c for g, c in zip(node.ranks, node.children, strict=True) if rank in decode_runs(g).tolist()]
             for child in (own or list(node.children))[:1]:
@@ -282,7 +282,7 @@ def _nodes(structure: Structure, rank: int | None) -> dict[Steps, Node]:
             walk(child, (*steps, key_text(key)))
 
     walk(structure, ())
-    return found
+    return nodes
 
 
 def rebuild_structure(

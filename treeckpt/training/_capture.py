@@ -79,15 +79,17 @@ def state(
     Raises:
         TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
     """
-    found = collect_entries(model)
-    optimizers = name_optimizers(optimizer, found)
+    entries = collect_entries(model)
+    optimizers = name_optimizers(optimizer, entries)
     if buffers not in get_args(Buffers):
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
-    left_out = _left_out(found.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
+    left_out = _left_out(entries.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
     every = buffers in ("per_rank", "same")
-    kept = [one for one in found.entries if (one.owned is not False or every) and one.full_name not in left_out]
-    pairs = ((one.key, _marked(one, buffers)) for one in kept)
-    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), found.metadata)}
+    kept = [
+        entry for entry in entries.entries if (entry.owned is not False or every) and entry.full_name not in left_out
+    ]
+    pairs = ((entry.key, _marked(entry, buffers)) for entry in kept)
+    tree: dict[str, Any] = {"model": with_metadata(nested(pairs), entries.metadata)}
     if optimizers:
         tree["optimizer"], tree["param_groups"] = _optimizer_trees(optimizers, left_out)
     if scheduler is not None:
@@ -170,15 +172,15 @@ def _left_out(
                 found=f"none of {len(paths)}, as {', '.join(paths[:3])}",
                 hint="Names begin with model/, as in the checkpoint",
             )
-    found: dict[str, str] = {}
+    left: dict[str, str] = {}
     for name, entry in names.items():
         if select is not None and not compile_globs(select).match(f"model/{name}"):
-            found[name] = "select"
+            left[name] = "select"
         elif exclude is not None and compile_globs(exclude).match(f"model/{name}"):
-            found[name] = "exclude"
+            left[name] = "exclude"
         elif not frozen and entry.kind == "parameter" and not entry.value.requires_grad:
-            found[name] = "frozen"
-    return found
+            left[name] = "frozen"
+    return left
 
 
 def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
@@ -196,9 +198,14 @@ def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:
 def _scheduler_states(given: Any, optimizers: Sequence[NamedOptimizer]) -> Any:
     """Returns the state of a scheduler, or of each in a list or dict."""
     if isinstance(given, Mapping) and not is_stateful(given):  # an object with state_dict is one, whatever its class
-        return {key: _scheduler_state(one, optimizers, f"scheduler/{key_text(key)}") for key, one in given.items()}
+        return {
+            key: _scheduler_state(scheduler, optimizers, f"scheduler/{key_text(key)}")
+            for key, scheduler in given.items()
+        }
     if isinstance(given, (list, tuple)) and not is_stateful(given):
-        return [_scheduler_state(one, optimizers, f"scheduler/{number}") for number, one in enumerate(given)]
+        return [
+            _scheduler_state(scheduler, optimizers, f"scheduler/{number}") for number, scheduler in enumerate(given)
+        ]
     return _scheduler_state(given, optimizers, "scheduler")
 
 
@@ -207,22 +214,22 @@ def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer], path:
         raise TreeError(
             "scheduler", expected="an object with state_dict and load_state_dict", found=type(scheduler).__qualname__
         )
-    saved = {id(one) for live in optimizers for one in (*optimizer_chain(live.optimizer), live.stateful)}
-    found = object_states(scheduler.state_dict(), path, (scheduler,), apart=saved)
+    saved = {id(optimizer) for live in optimizers for optimizer in (*optimizer_chain(live.optimizer), live.stateful)}
+    states = object_states(scheduler.state_dict(), path, (scheduler,), apart=saved)
     live = optimizer_of(scheduler, optimizers)
     if live is None:
-        return found
+        return states
     groups = groups_of(optimizers, live.prefix)
     labels = dict(zip(map(id, groups), labels_of(groups), strict=True))
-    return to_groups(found, [labels[id(group)] for group in live.groups])
+    return to_groups(states, [labels[id(group)] for group in live.groups])
 
 
 def optimizer_of(scheduler: Any, optimizers: Sequence[NamedOptimizer]) -> NamedOptimizer | None:
     """Returns the optimizer of a scheduler, or of the scheduler that it wraps; None if it is none of these."""
     while scheduler is not None:
         optimizer = getattr(scheduler, "optimizer", None)
-        found = (live for live in optimizers if any(one is optimizer for one in optimizer_chain(live.optimizer)))
-        if (live := next(found, None)) is not None:
+        matching = (live for live in optimizers if any(part is optimizer for part in optimizer_chain(live.optimizer)))
+        if (live := next(matching, None)) is not None:
             return live
         scheduler = getattr(scheduler, "scheduler", None)
     return None

@@ -38,24 +38,24 @@ class IndexPart(msgspec.Struct, frozen=True):
         node = self.structure
         if node is None or isinstance(node, PerRankNode):
             return {}
-        found: dict[Any, IndexPart] = {}
-        at = 0
+        parts: dict[Any, IndexPart] = {}
+        start = 0
         for key, child in zip(keys_of(node, ""), node.children, strict=True):
             count = _count(child)
-            found[key] = IndexPart(child, self.leaves[at : at + count])
-            at += count
-        return found
+            parts[key] = IndexPart(child, self.leaves[start : start + count])
+            start += count
+        return parts
 
 
 def _count(node: Structure) -> int:
     """Returns the number of leaves of a structure."""
     count, waiting = 0, [node]
     while waiting:
-        one = waiting.pop()
-        if one is None:
+        structure = waiting.pop()
+        if structure is None:
             count += 1
         else:
-            waiting.extend(one.children)
+            waiting.extend(structure.children)
     return count
 
 
@@ -192,24 +192,24 @@ class _Rearranged:
             return None
         children = part.parts
         names = optimizer_names(self.lives)
-        found: dict[Key, SavedStateDict] = {}
+        state_dicts: dict[Key, SavedStateDict] = {}
         for position, name in enumerate(names):
-            one = part
+            own = part
             if name and key_path(name) in children:
-                one = children[key_path(name)]
+                own = children[key_path(name)]
             elif isinstance(part.structure, (ListNode, TupleNode)) and len(children) == len(names):
-                one = children[position]
-            state_dict = _read_state_dict(one, self._values)
+                own = children[position]
+            state_dict = _read_state_dict(own, self._values)
             if state_dict is None:
                 return None
-            found[name] = state_dict
-        return found
+            state_dicts[name] = state_dict
+        return state_dicts
 
-    def rearranged(self, found: Mapping[Key, SavedStateDict]) -> Index:
+    def rearranged(self, state_dicts: Mapping[Key, SavedStateDict]) -> Index:
         """Returns the index with the state of each optimizer by the names of its parameters."""
         optimizer: dict[str, Any] = {}
         groups: dict[str, Any] = {}
-        for prefix, saved in found.items():
+        for prefix, saved in state_dicts.items():
             self._add(prefix, saved, optimizer, groups)
         root: dict[Any, Any] = dict(self.root) | {"optimizer": optimizer, _GROUPS: groups}
         if isinstance(self.root["model"].structure, ListNode):
@@ -227,8 +227,8 @@ class _Rearranged:
             )
             for group in saved.groups
         ]
-        for label, one, group in zip(labels_of(named), named, saved.groups, strict=True):
-            members[label] = {name: _value(None) for name in sorted(map(key_path, one.members))}
+        for label, named_group, group in zip(labels_of(named), named, saved.groups, strict=True):
+            members[label] = {name: _value(None) for name in sorted(map(key_path, named_group.members))}
             values[label] = group.values
         state = {
             names[member]: saved.state.get(str(member), _node({})) for group in saved.groups for member in group.members
@@ -316,5 +316,5 @@ def as_training_state(given: Checkpoint, model: Modules, optimizer: Optimizers, 
     """
     entries = collect_entries(model)
     job = _Rearranged(given.index, name_optimizers(optimizer, entries), entries.ties, rules)
-    found = job.state_dicts()
-    return given if found is None else given.with_index(job.rearranged(found))
+    state_dicts = job.state_dicts()
+    return given if state_dicts is None else given.with_index(job.rearranged(state_dicts))

@@ -42,7 +42,7 @@ BY_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "max_momentum", "ba
 @cache
 def torch_options() -> frozenset[str]:
     """Returns the names of the hyper-parameters of all classes of `torch.optim`."""
-    kinds = (one for one in vars(torch.optim).values() if isinstance(one, type))
+    kinds = (value for value in vars(torch.optim).values() if isinstance(value, type))
     return frozenset(name for kind in kinds for name in inspect.signature(kind).parameters)
 
 
@@ -152,12 +152,12 @@ def match_empty_groups(groups: Sequence[ParamGroup], members: Mapping[str, Mappi
     """
     labels = {i: label for i, label in enumerate(labels_of(groups)) if not groups[i].members}
     saved = [label for label, names in members.items() if not names]
-    found = {i: label for i, label in labels.items() if label in saved}
+    matched = {i: label for i, label in labels.items() if label in saved}
     free = [i for i, label in labels.items() if label == empty_label(i)]
     numbers = [int(n) for n in (label.removeprefix(empty_label("")) for label in saved) if n.isdecimal()]
     if len(free) == len(numbers):
-        found.update(zip(free, map(empty_label, sorted(numbers)), strict=True))
-    return found
+        matched.update(zip(free, map(empty_label, sorted(numbers)), strict=True))
+    return matched
 
 
 def saved_labels(group: ParamGroup, position: int, of: Labels) -> list[tuple[Key, str]]:
@@ -189,11 +189,11 @@ def tree_of_groups(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 def labels_by_member(members: Mapping[str, Mapping[str, None]]) -> dict[str, list[str]]:
     """Returns the labels of each parameter."""
-    found: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for label, names in members.items():
         for name in names:
-            found.setdefault(name, []).append(label)
-    return found
+            labels.setdefault(name, []).append(label)
+    return labels
 
 
 def common_value(saved: Sequence[tuple[Key, Any]], path: str) -> Any:
@@ -287,13 +287,13 @@ def to_groups(state: Any, labels: Sequence[str]) -> Any:
         return [to_groups(item, labels) for item in state]
     if type(state) not in _DICTS:
         return state
-    found: dict[Any, Any] = {}
+    items: dict[Any, Any] = {}
     for key, value in state.items():
         if key in PER_GROUP and isinstance(value, list) and len(value) == len(labels):
-            found[key] = {_MARK: dict(zip(labels, value, strict=True))}
+            items[key] = {_MARK: dict(zip(labels, value, strict=True))}
         else:
-            found[key] = to_groups(value, labels)
-    return _with_items(state, found)
+            items[key] = to_groups(value, labels)
+    return _with_items(state, items)
 
 
 def from_groups(state: Any, groups: Sequence[ParamGroup], of: Labels, *, path: str) -> Any:
@@ -331,13 +331,15 @@ def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any])
     Raises:
         MismatchError: other schedulers were saved.
     """
-    one = is_stateful(given) or not isinstance(given, (Mapping, list, tuple))
-    here: dict[Any, Any] = {None: given} if one else dict(given if isinstance(given, Mapping) else enumerate(given))
+    is_single = is_stateful(given) or not isinstance(given, (Mapping, list, tuple))
+    here: dict[Any, Any] = (
+        {None: given} if is_single else dict(given if isinstance(given, Mapping) else enumerate(given))
+    )
     there: dict[Any, Any] = {None: saved}
     if isinstance(saved, list):
         there = dict(enumerate(saved))
     elif isinstance(saved, Mapping) and saved and all(isinstance(part, Mapping) for part in saved.values()):
-        own: Any = here[None].state_dict() if one and is_stateful(given) else {}
+        own: Any = here[None].state_dict() if is_single and is_stateful(given) else {}
         there = there if own.keys() & saved.keys() else dict(saved)
     lives = [optimizer_of(scheduler) for scheduler in here.values()]
     distinct = None not in lives and len({id(live) for live in lives}) == len(lives)
@@ -345,12 +347,12 @@ def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any])
     if there and distinct and listed and len({live.prefix for live in lives}) == 1:
         with contextlib.suppress(ValueError):
             state = _joined(list(there.values()))
-            paths = [f"scheduler/{key}" if key in there and not one else "scheduler" for key in here]
+            paths = [f"scheduler/{key}" if key in there and not is_single else "scheduler" for key in here]
             return list(zip(paths, here.values(), lives, [state] * len(here), strict=True))
     if here.keys() != there.keys():
         raise MismatchError(
             "scheduler",
-            expected="one scheduler" if one else f"schedulers {list(here)}",
+            expected="one scheduler" if is_single else f"schedulers {list(here)}",
             found=("one" if list(there) == [None] else f"{list(there)}") + " in the checkpoint",
             hint="Give them as they were saved, one, a list or a dict, or leave them out (scheduler=None)",
         )
@@ -371,7 +373,7 @@ def _joined(states: Sequence[Any]) -> Any:
             if not is_same(joined.setdefault(label, entry), entry):
                 raise ValueError(label)
         return {_MARK: joined}
-    if type(first) in _DICTS and all(type(one) is type(first) and one.keys() == first.keys() for one in states):
+    if type(first) in _DICTS and all(type(state) is type(first) and state.keys() == first.keys() for state in states):
         return _with_items(first, {key: _joined([state[key] for state in states]) for key in first})
     if all(type(state) is list and len(state) == len(first) for state in states):
         return [_joined(parts) for parts in zip(*states, strict=True)]
@@ -380,14 +382,14 @@ def _joined(states: Sequence[Any]) -> Any:
     return first
 
 
-def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: bool) -> list[str]:
+def unused_entries(scheduler: Any, state: Any, where: tuple[str, str], *, warn: bool) -> list[str]:
     """Returns the paths of the saved entries that a scheduler's own state has not, and logs if either has others.
 
     The schedulers in a `SequentialLR` or `ChainedScheduler` are compared one by one. Other names with a leading
     underscore are not compared, as they change between versions of torch.
 
     Args:
-        at: the URL of the checkpoint, and the path of the state in it.
+        where: the URL of the checkpoint, and the path of the state in it.
         warn: whether this rank logs.
 
     Raises:
@@ -396,8 +398,8 @@ def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: boo
     own = scheduler.state_dict() if is_stateful(scheduler) else None
     if not isinstance(own, Mapping) or not isinstance(state, Mapping):
         return []
-    url, path = at
-    here, saved = ([str(key) for key in one if not str(key).startswith("_") or key == _PARTS] for one in (own, state))
+    url, path = where
+    here, saved = ([str(key) for key in side if not str(key).startswith("_") or key == _PARTS] for side in (own, state))
     unused, stay = [key for key in saved if key not in here], [key for key in here if key not in saved]
     if warn and (unused or stay):
         _log.warning(
@@ -409,7 +411,7 @@ def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: boo
             ", ".join(unused) or "nothing",
             ", ".join(stay) or "nothing",
         )
-    found = [f"{path}/{key_text(key)}" for key in unused]
+    paths = [f"{path}/{key_text(key)}" for key in unused]
     parts, states = getattr(scheduler, _PARTS, ()) if _PARTS in own else (), state.get(_PARTS) or ()
     if parts and len(parts) != len(states):
         raise MismatchError(
@@ -418,9 +420,9 @@ def unused_entries(scheduler: Any, state: Any, at: tuple[str, str], *, warn: boo
             found=f"that of {len(states) or 'one scheduler alone'} in the checkpoint {url}",
             hint="Make one as the saved one, or leave it out (scheduler=None) and set it yourself",
         )
-    for number, (part, one) in enumerate(zip(parts, states, strict=False)):
-        found += unused_entries(part, one, (url, f"{path}/{_PARTS}/{number}"), warn=warn)
-    return found
+    for number, (part, part_state) in enumerate(zip(parts, states, strict=False)):
+        paths += unused_entries(part, part_state, (url, f"{path}/{_PARTS}/{number}"), warn=warn)
+    return paths
 
 
 def _entry(group: ParamGroup, position: int, entries: Mapping[str, Any], of: Labels, path: str) -> Any:

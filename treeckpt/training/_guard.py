@@ -71,9 +71,9 @@ def guard(optimizer: Any, pending: Pending) -> Guard:
     """
     optimizer = optimizer_chain(optimizer)[-1]
     hooks: Iterable[Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    found = next((hook for hook in hooks if isinstance(hook, Guard)), None) or Guard()
-    found.add(optimizer, pending)
-    return found
+    own = next((hook for hook in hooks if isinstance(hook, Guard)), None) or Guard()
+    own.add(optimizer, pending)
+    return own
 
 
 def before_any_step(call: Callable[[], None]) -> Any:

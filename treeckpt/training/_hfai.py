@@ -77,7 +77,9 @@ def save(
     tree = state(models, optimizers, rng=False, extra=dict(others or {}), buffers=buffers, **parts)
     named = name_optimizers(optimizers, collect_entries(models))
     # by optimizer, the parameter names of each group in order
-    tree["order"] = {one.prefix[0]: [[key_path(key) for key in group.members] for group in one.groups] for one in named}
+    tree["order"] = {
+        live.prefix[0]: [[key_path(key) for key in group.members] for group in live.groups] for live in named
+    }
     return _api.save(path, tree, step=step, overwrite=overwrite, comm=as_comm(group), allow_pickle=allow_pickle)
 
 
@@ -128,17 +130,17 @@ def load(
     fallback = Fallback(per_rank={"extra": "take"})
     given = {"rng": False, "comm": comm, "fallback": fallback, "allow_pickle": allow_pickle}
     report = restore(path, models, optimizers, **{**given, **options})
-    found = {"model": _unwrapped([m.state_dict() for m in models.values()])}
+    state_dicts = {"model": _unwrapped([m.state_dict() for m in models.values()])}
     if optimizers is not None:
-        found["optimizer"] = _unwrapped([o.state_dict() for o in optimizers.values()])
-    return {**found, **_plain(report.extra or {})}
+        state_dicts["optimizer"] = _unwrapped([o.state_dict() for o in optimizers.values()])
+    return {**state_dicts, **_plain(report.extra or {})}
 
 
 def _by_position(given: Any) -> Any:
     if given is None:
         return None
     several = list(given) if isinstance(given, Sequence) else [given]
-    return {str(position): one for position, one in enumerate(several)}
+    return {str(position): item for position, item in enumerate(several)}
 
 
 def _unwrapped(several: list[Any]) -> Any:
@@ -161,20 +163,20 @@ def _as_state_dicts(path: Any, comm: Comm, map_location: Any, *, allow_pickle: b
             hint="Use treeckpt.training.restore, or treeckpt.load",
         )
     models = tree["model"]
-    found: dict[str, Any] = {"model": _unwrapped([_plain(models[name]) for name in sorted(models, key=int)])}
+    state_dicts: dict[str, Any] = {"model": _unwrapped([_plain(models[name]) for name in sorted(models, key=int)])}
     if "optimizer" in tree:
         names = sorted(tree["order"], key=int)
         several = [
             _numbered(tree["optimizer"][name], tree["param_groups"][name], tree["order"][name]) for name in names
         ]
-        found["optimizer"] = _unwrapped(several)
-    return {**found, **_plain(tree.get("extra", {}))}
+        state_dicts["optimizer"] = _unwrapped(several)
+    return {**state_dicts, **_plain(tree.get("extra", {}))}
 
 
 def _plain(tree: dict[str, Any]) -> dict[str, Any]:
     """Returns a dict with the values of `PerRank` in the place of these; of a state dict, one with its metadata."""
-    found = {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
-    return copy_attributes(tree, OrderedDict(found)) if type(tree) is OrderedDict else found
+    values = {key: value.value if isinstance(value, PerRank) else value for key, value in tree.items()}
+    return copy_attributes(tree, OrderedDict(values)) if type(tree) is OrderedDict else values
 
 
 def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[str]]) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def _numbered(moments: dict[str, Any], groups: dict[str, Any], order: list[list[
     }
 
     def grouped(values: Mapping[str, Any] | None) -> list[Any]:
-        found = groups["values"] if values is None else values
-        return [found.get(label, {}) for label in labels]
+        by_label = groups["values"] if values is None else values
+        return [by_label.get(label, {}) for label in labels]
 
     return join(form, numbering, own, grouped, None)

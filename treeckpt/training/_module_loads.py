@@ -67,8 +67,8 @@ class SavedModel:
     """What was saved of one model, by clean names."""
 
     def __init__(self, source: RestoreSource, prefix: Key) -> None:
-        found = children_of(descend(source.structure, ("model", *prefix)))
-        self.nodes = {name: node for name, node in found.items() if type(name) is str}
+        children = children_of(descend(source.structure, ("model", *prefix)))
+        self.nodes = {name: node for name, node in children.items() if type(name) is str}
         self.names = sorted(self.nodes)
         self.metadata = saved_metadata(source, prefix)
         self.modules = sorted(self.metadata or ())
@@ -269,30 +269,32 @@ def resolve_ties(
 def _are_equal(source: RestoreSource, first: str, second: str, live: Any) -> bool:
     """Whether what was saved of a live tensor at two paths is equal."""
     parts = take_apart(live, first)
-    leaves = [("", live)] if parts is None else [(f"/{index_path(at, 0)}", leaf) for at, leaf in flatten(parts)[1]]
+    leaves = (
+        [("", live)] if parts is None else [(f"/{index_path(steps, 0)}", leaf) for steps, leaf in flatten(parts)[1]]
+    )
     return all(source.are_equal((first + below, second + below), leaf) for below, leaf in leaves)
 
 
 # what has load code ---------------------------------------------------------------------------------------------------
 
 
-def find_loads(model: Modules, found: ModelEntries, source: RestoreSource) -> list[ModuleLoad]:
+def find_loads(model: Modules, entries: ModelEntries, source: RestoreSource) -> list[ModuleLoad]:
     """Returns the outermost modules with load code of their own."""
     loads: list[ModuleLoad] = []
     for prefix, root in named_objects(model, nn.Module, "model"):
-        live = {entry.key[-1]: entry.value for entry in found.entries if entry.root is root}
+        live = {entry.key[-1]: entry.value for entry in entries.entries if entry.root is root}
         names, sharded = sorted(live), sorted(name for name, value in live.items() if is_sharded_tensor(value))
-        saved, metadata = SavedModel(source, prefix), found.metadata.get(prefix, {})
+        saved, metadata = SavedModel(source, prefix), entries.metadata.get(prefix, {})
         above: str | None = None
         for name, chain in CleanNames(root, prefix).chains.items():
             if above is not None and (not above or f"{name}.".startswith(f"{above}.")):
                 continue
-            code = [(one, where) for one in chain for where in load_code_of(one, is_root=not name)]
+            code = [(module, where) for module in chain for where in load_code_of(module, is_root=not name)]
             if not code or _below(sharded, name):
                 continue
             if all(where.startswith("torch.nn.") for _, where in code):
                 same = saved.metadata is None or saved.metadata.get(name) == metadata.get(name)
-                if same and all(one in saved.nodes for one in _below(names, name)):
+                if same and all(below in saved.nodes for below in _below(names, name)):
                     continue
             above = name
             loads.append(ModuleLoad(prefix, name, code[0][0], root, saved))
@@ -352,7 +354,7 @@ def plan_load(
         if isinstance(node, PerRankNode):
             own(name, path)
             path += "/~rank*"
-            load.asked.update(one for child in node.children for one in leaves_below(path, child))
+            load.asked.update(leaf_path for child in node.children for leaf_path in leaves_below(path, child))
         else:
             load.asked.update(leaves_below(path, node))
         spec = source.leaves.get(path)
@@ -406,13 +408,13 @@ def _add_ties(load: ModuleLoad, stays: Callable[[str, bool], bool]) -> None:
 def _metadata_for(load: ModuleLoad) -> OrderedDict[str, Any]:
     """Returns the saved metadata by the names of a module's own state dict; its own where none was saved."""
     saved = load.saved.metadata
-    found = dict(load.live_metadata)
+    metadata = dict(load.live_metadata)
     if saved is not None:
         inside = [name for name in (load.name, *_below(load.saved.modules, load.name)) if name in saved]
-        found = {load.raw(name): saved[name] for name in inside}
+        metadata = {load.raw(name): saved[name] for name in inside}
         of_wrappers = {raw: load.clean_module(raw) for raw in load.live_metadata}
-        found |= {raw: saved[name] for raw, name in of_wrappers.items() if name in saved}
-    plain = ((raw, local) for raw, local in found.items() if isinstance(local, Mapping))
+        metadata |= {raw: saved[name] for raw, name in of_wrappers.items() if name in saved}
+    plain = ((raw, local) for raw, local in metadata.items() if isinstance(local, Mapping))
     return OrderedDict((raw, {k: v for k, v in local.items() if k != _ASSIGNS}) for raw, local in plain)
 
 
@@ -477,12 +479,12 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> list[list[str]]:
     for name, dtype in {} if cast else load.casts.items():
         inner = name.removeprefix(f"{load.name}.") if load.name else name
         owner = modules.chains.get(inner.rpartition(".")[0], [module])[-1]
-        found = getattr(owner, inner.rpartition(".")[2], None)
-        if not isinstance(found, Tensor) or dtype_name(found.dtype) != dtype:
+        tensor = getattr(owner, inner.rpartition(".")[2], None)
+        if not isinstance(tensor, Tensor) or dtype_name(tensor.dtype) != dtype:
             raise MismatchError(
                 load.path_of(name),
-                expected=f"{dtype_name(found.dtype)}, as the model has it"
-                if isinstance(found, Tensor)
+                expected=f"{dtype_name(tensor.dtype)}, as the model has it"
+                if isinstance(tensor, Tensor)
                 else "its dtype",
                 found=f"{dtype} in the checkpoint",
                 hint="Pass cast=True to convert",
@@ -513,7 +515,7 @@ def set_extra_state(extra: ExtraState) -> None:
 
 def run_post_hooks(model: Modules, loads: Sequence[ModuleLoad]) -> None:
     """Runs the hooks after `load_state_dict` of the modules that were filled in place, except torch's own."""
-    done = {id(one.module) for one in loads}
+    done = {id(load.module) for load in loads}
 
     def walk(module: nn.Module) -> None:
         if id(module) in done:
@@ -541,7 +543,7 @@ class Before:
         """Args:
         live: what the state dicts of `loads` have here.
         """
-        whole = {id(one): one for load in loads for one in load.module.modules()}
+        whole = {id(module): module for load in loads for module in load.module.modules()}
         alone = {id(extra.module): extra.module for extra in extras if id(extra.module) not in whole}
         self._attributes: list[tuple[Any, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -563,7 +565,7 @@ class Before:
             self._tensors.append((tensor, local_part(tensor).clone() if room >= 0 and not tensor.is_meta else None))
         self._meta = [tensor for tensor, _ in self._tensors if tensor.is_meta]
         plans = [extra.plan for extra in extras] + [plan for load in loads for plan in load.plans.values()]
-        self._objects = [_present(one) for plan in plans for one in plan.inner.values()]
+        self._objects = [_present(inner) for plan in plans for inner in plan.inner.values()]
 
     def _keep(self, owner: Any, skip: Sequence[str] = ()) -> None:
         """Keeps the attributes of a module or tensor, of which weights beside extra state are skipped."""
@@ -580,9 +582,9 @@ class Before:
     def _find(self, value: Any) -> None:
         """Notes a tensor, or those in a container."""
         parts = value.values() if isinstance(value, dict) else value if type(value) in (list, set) else ()
-        for one in (value, *parts):
-            if isinstance(one, Tensor) and not is_sharded_tensor(one) and not is_lazy(one):
-                self._found[id(one)] = one
+        for part in (value, *parts):
+            if isinstance(part, Tensor) and not is_sharded_tensor(part) and not is_lazy(part):
+                self._found[id(part)] = part
 
     @torch.no_grad()
     def put_back(self, paths: Mapping[int, str]) -> list[str]:
@@ -603,7 +605,7 @@ class Before:
         for tensor, copy in self._tensors:
             local = local_part(tensor)
             if copy is None:
-                changed += [] if any(tensor is one for one in self._meta) else [paths.get(id(tensor), "a tensor")]
+                changed += [] if any(tensor is meta for meta in self._meta) else [paths.get(id(tensor), "a tensor")]
             elif any_in_parts((tensor,)):
                 parts_adapter().set_content(tensor, copy)
             elif local.shape == copy.shape:

@@ -181,12 +181,12 @@ def _check_buffers(entries: Sequence[StateDictEntry]) -> None:
 
 def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[str, Any]]) -> Iterator[StateDictEntry]:
     # first: it makes FSDP2 reshard parameters that a forward left unsharded
-    found = live_state_dict(root, "/".join(("model", *prefix)))
+    state_dict = live_state_dict(root, "/".join(("model", *prefix)))
     names = CleanNames(root, prefix)
-    _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(found, METADATA, None), names)
+    _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(state_dict, METADATA, None), names)
     saves, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
     memory = _ModuleMemory(root)
-    for raw, value in found.items():
+    for raw, value in state_dict.items():
         entry = names.entry(raw, value)
         if not isinstance(value, Tensor) or entry.name == _EXTRA_STATE_KEY_SUFFIX:
             entry.kind = "extra" if entry.name == _EXTRA_STATE_KEY_SUFFIX else "value"
@@ -213,33 +213,33 @@ def live_state_dict(module: nn.Module, path: str) -> Mapping[str, Any]:
     """
     whole = _takes(module.state_dict, "keep_vars")
     try:
-        found: Any = module.state_dict(keep_vars=True) if whole else module.state_dict()
+        state_dict: Any = module.state_dict(keep_vars=True) if whole else module.state_dict()
     except TypeError as error:
-        inner = ((name, one) for name, chain in CleanNames(module, ()).chains.items() for one in chain)
-        for name, one in inner:
-            if one is not module and not _takes(one.state_dict, "destination", "prefix", "keep_vars"):
+        inner = ((name, part) for name, chain in CleanNames(module, ()).chains.items() for part in chain)
+        for name, part in inner:
+            if part is not module and not _takes(part.state_dict, "destination", "prefix", "keep_vars"):
                 raise TreeError(
                     f"{path}/{name}" if name else path,
                     expected="a state_dict that takes destination, prefix and keep_vars, which torch passes to it",
-                    found=f"{type(one).__qualname__}.state_dict{inspect.signature(one.state_dict)}",
+                    found=f"{type(part).__qualname__}.state_dict{inspect.signature(part.state_dict)}",
                     hint="Define it with **options, and pass them to super().state_dict; or give this module itself",
                 ) from error
         raise
-    if not isinstance(found, Mapping):
-        raise TreeError(path, expected="a state_dict that returns a dict", found=type(found).__qualname__)
+    if not isinstance(state_dict, Mapping):
+        raise TreeError(path, expected="a state_dict that returns a dict", found=type(state_dict).__qualname__)
     if whole:
-        return found
+        return state_dict
     live: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
     live.update(module.named_parameters(remove_duplicate=False))
-    pairs = ((name, live.get(name), value) for name, value in found.items())
+    pairs = ((name, live.get(name), value) for name, value in state_dict.items())
     state = OrderedDict((name, own if _is_view_of(value, own) else value) for name, own, value in pairs)
-    return copy_attributes(found, state) if isinstance(found, OrderedDict) else state
+    return copy_attributes(state_dict, state) if isinstance(state_dict, OrderedDict) else state
 
 
 def _takes(function: Any, *names: str) -> bool:
     """Whether a function takes keyword arguments of these names."""
     parameters = inspect.signature(function).parameters
-    return any(one.kind is one.VAR_KEYWORD for one in parameters.values()) or set(names) <= parameters.keys()
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or set(names) <= parameters.keys()
 
 
 def _is_view_of(value: Any, own: Tensor | None) -> bool:
@@ -248,7 +248,7 @@ def _is_view_of(value: Any, own: Tensor | None) -> bool:
         return False
     if (value.shape, value.dtype, value.is_meta) != (own.shape, own.dtype, own.is_meta):
         return False
-    places = [[(part.stride(), part.storage_offset()) for part in plain_parts(one)] for one in (value, own)]
+    places = [[(part.stride(), part.storage_offset()) for part in plain_parts(tensor)] for tensor in (value, own)]
     return value.is_meta or (places[0] == places[1] and addresses_of(value) == addresses_of(own))
 
 
@@ -278,7 +278,9 @@ class _ModuleMemory:
     @cached_property
     def _addresses(self) -> tuple[set[int], set[int]]:
         parts = self._root.parameters(), self._root.buffers()
-        parameters, buffers = ({a for one in part if not is_lazy(one) for a in addresses_of(one)} for part in parts)
+        parameters, buffers = (
+            {a for tensor in part if not is_lazy(tensor) for a in addresses_of(tensor)} for part in parts
+        )
         return parameters, buffers
 
     def kind_of(self, tensor: Tensor) -> tuple[str, bool]:
@@ -295,7 +297,7 @@ def addresses_of(tensor: Any) -> list[int]:
     if is_sharded_tensor(tensor):
         return [address for shard in tensor.local_shards() for address in addresses_of(shard.tensor)]
     parts = map(local_part, plain_parts(tensor))
-    return [at for part in parts if not part.is_meta and (at := part.untyped_storage().data_ptr())]
+    return [start for part in parts if not part.is_meta and (start := part.untyped_storage().data_ptr())]
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
@@ -370,22 +372,22 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
     The ranks are those of the wrappers and distributed parameters in the smallest submodule around the buffer that has
     any: experts may be on other ranks than the modules around them. Buffers without any are not in the result.
     """
-    found: dict[int, bool] = {}
+    saves: dict[int, bool] = {}
 
     def walk(module: nn.Module) -> tuple[list[bool], list[int]]:
         """Returns whether this rank is first in each process group of the module, and the undecided buffers."""
-        firsts, waiting = _firsts(module), [id(one) for one in (module, *module.buffers(recurse=False))]
+        firsts, waiting = _firsts(module), [id(owner) for owner in (module, *module.buffers(recurse=False))]
         for child in module.children():
             below = walk(child)
             firsts += below[0]
             waiting += below[1]
         if firsts:
-            found.update((buffer, found.get(buffer, False) or all(firsts)) for buffer in waiting)
+            saves.update((buffer, saves.get(buffer, False) or all(firsts)) for buffer in waiting)
             waiting = []
         return firsts, waiting
 
     walk(root)
-    return found
+    return saves
 
 
 def _firsts(module: nn.Module) -> list[bool]:
@@ -431,11 +433,11 @@ def allocate_meta_tensors(entries: Sequence[StateDictEntry], device: str | torch
 
 def on_meta(model: Modules) -> list[str]:
     """Returns the paths of parameters and buffers, persistent or not, on the meta device."""
-    found: list[str] = []
+    paths: list[str] = []
     for prefix, root in named_objects(model, nn.Module, "model"):
         names, tensors = CleanNames(root, prefix), [*root.named_parameters(), *root.named_buffers()]
-        found += [f"model/{key_path(names.key(raw))}" for raw, tensor in tensors if tensor.is_meta]
-    return found
+        paths += [f"model/{key_path(names.key(raw))}" for raw, tensor in tensors if tensor.is_meta]
+    return paths
 
 
 def reset_fsdp_shards(model: Modules) -> None:
@@ -496,10 +498,10 @@ def with_metadata(tree: dict[str, Any], metadata: Mapping[Key, OrderedDict[str, 
         metadata: by the key of each model; empty where a model has none.
     """
     for key, own in metadata.items():
-        found = get_in(tree, key)
-        if found is None:
+        part = get_in(tree, key)
+        if part is None:
             continue  # all of this model was left out
-        made: Any = OrderedDict(found)
+        made: Any = OrderedDict(part)
         if own:
             setattr(made, METADATA, own)
         if key:
@@ -540,7 +542,7 @@ def get_in(root: Any, key: Sequence[Any], default: Any = None) -> Any:
 
 def tie_names(names: Iterable[tuple[Key, int]]) -> dict[int, tuple[Key, ...]]:
     """Returns the sorted names of each object by identity; the first is its name, independent of the model's order."""
-    found: dict[int, list[Key]] = {}
+    keys_of_object: dict[int, list[Key]] = {}
     for key, identity in names:
-        found.setdefault(identity, []).append(key)
-    return {identity: tuple(sorted(keys)) for identity, keys in found.items()}
+        keys_of_object.setdefault(identity, []).append(key)
+    return {identity: tuple(sorted(keys)) for identity, keys in keys_of_object.items()}

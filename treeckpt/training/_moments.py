@@ -92,23 +92,23 @@ def build_state(
         made: the tensors that were created for the optimizer, to which it adds: what parameters shared, as a counter,
             they share again.
     """
-    found: dict[Any, Any] = {}
+    state: dict[Any, Any] = {}
     for key, child in children_of(saved).items():
-        at, live = f"{path}/{key_text(key)}", here.get(key)
+        child_path, live = f"{path}/{key_text(key)}", here.get(key)
         child, tensors = tensors_as_leaves(child)
-        paths = [p + OWN * (p.removeprefix(f"{path}/") in place.own) for p in leaves_below(at, child)]
+        paths = [p + OWN * (p.removeprefix(f"{path}/") in place.own) for p in leaves_below(child_path, child)]
         spec = source.leaves.get(paths[0]) if child is None else None
-        if child is None and isinstance(live, Tensor) and _is_kept(live, tensors.get(""), spec, at):
-            found[key] = live
+        if child is None and isinstance(live, Tensor) and _is_kept(live, tensors.get(""), spec, child_path):
+            state[key] = live
             dense = "" not in tensors and (is_plain(live) or is_dtensor(live))
             if dense and spec is not None and spec.shape == tuple(live.shape):
                 order = _order(parameter, spec, place)
                 if order_of(live) != order:
-                    found[key] = _shared(in_order(live, order), source.identity(paths[0]), made)
+                    state[key] = _shared(in_order(live, order), source.identity(paths[0]), made)
             continue
         new_leaves = (
             _tensor_in_parts(parameter, node, source, p)
-            if (node := tensors.get(p.removeprefix(at).removesuffix(OWN).removeprefix("/")))
+            if (node := tensors.get(p.removeprefix(child_path).removesuffix(OWN).removeprefix("/")))
             else _shared(
                 _leaf(parameter, str(key), spec, place, whole=_is_whole(p, place, source)),
                 source.identity(p),
@@ -118,8 +118,8 @@ def build_state(
             else source.value(p)
             for p in paths
         )
-        found[key] = unflatten(child, new_leaves, resolve=resolve)
-    return found
+        state[key] = unflatten(child, new_leaves, resolve=resolve)
+    return state
 
 
 def _is_whole(path: str, place: MomentPlacement, source: RestoreSource) -> bool:
@@ -149,11 +149,11 @@ def _tensor_in_parts(parameter: Tensor, saved: TensorNode, source: RestoreSource
     if saved.layout is not None and any(n > 1 for n in saved.layout.mesh.shape):
         check_own_layout(layout_of(parameter, path) if is_dtensor(parameter) else None, (saved,), path)
 
-    def part(at: str) -> Any:
-        if (spec := source.leaves[at]) is None:
-            return source.value(at)
+    def part(leaf_path: str) -> Any:
+        if (spec := source.leaves[leaf_path]) is None:
+            return source.value(leaf_path)
         dtype = torch_dtype(spec.dtype)
-        if spread and "~rank*" not in at.split("/") and spec.shape == saved.shape:
+        if spread and "~rank*" not in leaf_path.split("/") and spec.shape == saved.shape:
             like = empty_plain(parameter, dtype) if is_in_parts(parameter) else parameter
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.zeros(spec.shape, dtype=dtype, device=parameter.device)

@@ -137,13 +137,13 @@ class OptimizerPlan(msgspec.Struct):
 
     def build_moments(self, source: RestoreSource) -> dict[Key, dict[Any, Any]]:
         """Returns the tensors to be filled, by saved key; creates those that a fresh optimizer lacks."""
-        found, made = dict[Key, dict[Any, Any]](), dict[object, Tensor]()
+        moments, made = dict[Key, dict[Any, Any]](), dict[object, Tensor]()
         for key, saved in self.saved.items():
             parameter, own = self.live.parameters[key], self.live.own[key]
             built = build_state(parameter, saved.structure, own, source, path=saved.path, place=saved.place, made=made)
             self.moments[key] = built
-            found[parse_key(saved.path)[1:]] = self.live.spread(key, built, saved.place.own)
-        return found
+            moments[parse_key(saved.path)[1:]] = self.live.spread(key, built, saved.place.own)
+        return moments
 
 
 def plan_optimizers(
@@ -213,8 +213,8 @@ class _Matcher:
         self.position = 0
         """The position of the next live group among those of all parts."""
         self.path = key_path(("param_groups", *prefix))
-        found = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
-        self.saved_keys = {name: node for name, node in found.items() if node is not None}
+        nodes = nodes_by_name(descend(source.structure, ("optimizer", *prefix)), self.saved_of)
+        self.saved_keys = {name: node for name, node in nodes.items() if node is not None}
         self.names: dict[Key, list[str]] = {}
         """The saved names that were found so far of live parameters."""
         self.used: set[str] = set()
@@ -256,10 +256,10 @@ class _Matcher:
         """Compares the hyper-parameters of each group, and finds those that its steps have added."""
         live = plan.live
         options = BY_SCHEDULERS | options_of(live.optimizer) | {*optimizer_chain(live.optimizer)[-1].defaults}
-        for position, (group, found) in enumerate(zip(live.groups, plan.values, strict=True)):
+        for position, (group, saved) in enumerate(zip(live.groups, plan.values, strict=True)):
             dropped = frozenset[str]()
             if saved_labels(group, position, plan.of):
-                lacking = [name for name in group.values if name not in found and name not in (*plan.keep, "name")]
+                lacking = [name for name in group.values if name not in saved and name not in (*plan.keep, "name")]
                 if lacking and any(self._is_later(live, key) for key in group.members):
                     dropped = frozenset(lacking) - options
                 self.differences.cleared += [f"{self.path}/values/{name}" for name in lacking if name in dropped]
@@ -267,11 +267,11 @@ class _Matcher:
                 self.differences.missing += paths.values()
                 self.differences.reasons |= {path: _LATER for name, path in paths.items() if name not in options}
             plan.dropped.append(dropped)
-            for name in [name for name in found if name not in group.values and name in torch_options()]:
-                del found[name]
-                if (at := f"{self.path}/values/{name}") not in self.differences.unexpected:
-                    self.differences.unexpected.append(at)
-            plan_state(f"{self.path}/values", None, found, live=group.values)
+            for name in [name for name in saved if name not in group.values and name in torch_options()]:
+                del saved[name]
+                if (value_path := f"{self.path}/values/{name}") not in self.differences.unexpected:
+                    self.differences.unexpected.append(value_path)
+            plan_state(f"{self.path}/values", None, saved, live=group.values)
 
     def _is_later(self, live: NamedOptimizer, key: Key) -> bool:
         """Whether a parameter has state here, at some place of the state dict, and the checkpoint has none there."""
@@ -280,8 +280,8 @@ class _Matcher:
         if name is None or key not in live.parameters or not (live.own[key] or live.parameters[key] in state):
             return False
         saved = _saved_places(self.saved_keys.get(name))
-        here = [at for at, moments in _live_places(live.own[key]).items() if moments]
-        return any(not saved.get(at) for at in here) if here else not any(saved.values())
+        here = [place for place, moments in _live_places(live.own[key]).items() if moments]
+        return any(not saved.get(place) for place in here) if here else not any(saved.values())
 
     def _form_of(self, live: NamedOptimizer, of: Labels) -> Any:
         """Returns the form that the live optimizer's state dict is to have.
@@ -292,8 +292,8 @@ class _Matcher:
         named = dict.fromkeys(label for labels in of.values() for label in labels if label in self.forms)
         labels = list(named or self.forms)
         path = f"{self.path}/{STATE_DICT_KEY}"
-        found = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
-        form = common_value(found, path)
+        forms = [((label,), self.forms[label]) for label in labels] or [(("",), standard_form(self.shared))]
+        form = common_value(forms, path)
         plan_state(path, None, form, live=live.form)
         self.stays = ()
         if not isinstance(form, dict) or not isinstance(live.form, dict | None):
@@ -326,18 +326,18 @@ class _Matcher:
         if not known:
             there = [path for name in self.tied[key] if (path := f"model/{name}") in self.source.leaves]
             arrays = dict.fromkeys(map(self.source.identity, there))
-            known = [name for one in arrays if one is not None for name in self._other_names.pop(one, ())]
+            known = [name for array in arrays if array is not None for name in self._other_names.pop(array, ())]
         return self.names.setdefault(key, known)
 
     @cached_property
     def _other_names(self) -> dict[Any, list[str]]:
         """The parameters with state that no live one has the name of or has taken, by the identity of their arrays."""
-        found: dict[Any, list[str]] = {}
+        names_by_array: dict[Any, list[str]] = {}
         live = {name for names in self.tied.values() for name in names}
         for name, path in ((name, f"model/{name}") for name in self.saved_of if name not in live):
             if path in self.source.leaves:
-                found.setdefault(self.source.identity(path), []).append(name)
-        return found
+                names_by_array.setdefault(self.source.identity(path), []).append(name)
+        return names_by_array
 
     def _is_same_state(self, first: str, second: str) -> bool:
         """Whether the checkpoint has the same state for two parameters."""
@@ -368,7 +368,7 @@ class _Matcher:
         if name is None or name not in self.saved_keys:
             if parameter.requires_grad or here:
                 self.differences.missing.append(path)
-            is_filled = any(f"model/{one}" in self.source.leaves for one in self.tied[key])
+            is_filled = any(f"model/{tied}" in self.source.leaves for tied in self.tied[key])
             if is_filled and name is None:
                 self.differences.reasons[path] = (
                     f"{key_path(key)} was not in the optimizer when this was saved, as it was frozen or added later. "
@@ -418,26 +418,28 @@ class _Matcher:
         """
         kept: dict[Any, Any] = {}
         path = plan.saved[key].path
-        for at, mine in _live_places(plan.live.own[key]).items():
-            base = f"{path}/{STATE_DICT_KEY}/{key_text(at)}" if at else path
-            theirs = saved.get(at, {})
-            if not theirs and not f"{at}.".startswith(self.stays):
+        for place, mine in _live_places(plan.live.own[key]).items():
+            base = f"{path}/{STATE_DICT_KEY}/{key_text(place)}" if place else path
+            theirs = saved.get(place, {})
+            if not theirs and not f"{place}.".startswith(self.stays):
                 if mine:
                     self.differences.cleared.append(base)
-                    plan.cleared[key, at] = base
+                    plan.cleared[key, place] = base
                 continue
-            wanted = mine or (expected if not at else ())
+            wanted = mine or (expected if not place else ())
             lacking = sorted((moment for moment in wanted if moment not in theirs), key=str)
             paths = {moment: f"{base}/{key_text(moment)}" if moment != "" else base for moment in lacking}
             self.differences.missing += paths.values()
             if all(moment in expected for moment in theirs):
                 why = "A part of this state was not saved, or an option in keep= was off. strict=False takes the rest"
                 self.differences.reasons |= dict.fromkeys(paths.values(), why)
-            self.differences.reasons |= {paths[one]: _LATER for one in lacking if one in mine and one not in expected}
+            self.differences.reasons |= {
+                paths[moment]: _LATER for moment in lacking if moment in mine and moment not in expected
+            }
             stay = {moment: mine[moment] for moment in lacking if moment in mine}
-            if at and stay:
-                kept.setdefault(STATE_DICT_KEY, {})[at] = stay.get("", stay)
-            kept |= stay if not at else {}
+            if place and stay:
+                kept.setdefault(STATE_DICT_KEY, {})[place] = stay.get("", stay)
+            kept |= stay if not place else {}
         return kept
 
     def _expected(self, optimizer: Any, settings: dict[str, Any], parameter: Tensor) -> frozenset[Any] | None:
@@ -491,7 +493,7 @@ def _by_place(own: Mapping[Any, Any], children: Callable[[Any], Mapping[Any, Any
     """
     root = {name: moment for name, moment in own.items() if name != STATE_DICT_KEY}
     beside = children(own[STATE_DICT_KEY]) if STATE_DICT_KEY in own else {}
-    return {"": root} | {at: children(part) for at, part in beside.items()}
+    return {"": root} | {place: children(part) for place, part in beside.items()}
 
 
 def _live_places(own: Mapping[Any, Any]) -> dict[str, Mapping[Any, Any]]:
@@ -542,7 +544,7 @@ def _not_taken(plan: OptimizerPlan) -> list[str]:
     form = key_path(("param_groups", *plan.prefix, STATE_DICT_KEY))
     here = dict(flatten(object_states(now.form, form))[1])
     given = [(path, leaf) for path, leaf in flatten(plan.form)[1] if f"/{BY_GROUP}/" not in path]
-    stay = [path for (key, at), path in plan.cleared.items() if _live_places(now.own[key]).get(at)]
+    stay = [path for (key, place), path in plan.cleared.items() if _live_places(now.own[key]).get(place)]
     if stay:
         what = f"{type(live.stateful).__qualname__}.load_state_dict keeps state that is not in what it loads"
         _log.warning("%s, %s. Restore into a fresh optimizer", what, some_of("parts", stay))
@@ -607,9 +609,9 @@ Schedule = tuple[str, Any, Any]
 
 def taken_options(plans: Sequence[OptimizerPlan], schedules: Sequence[Schedule]) -> list[str]:
     """Returns a text for each option that is another here than in the checkpoint, before anything is changed."""
-    found: dict[tuple[str, str, bool, str, str], list[int]] = {}
+    numbers_of: dict[tuple[str, str, bool, str, str], list[int]] = {}
     parts = [part for schedule in schedules for part in _parts_of(schedule)]
-    moving = frozenset[str]().union(*(_changed_by(one, state) for _, one, state in parts))
+    moving = frozenset[str]().union(*(_changed_by(scheduler, state) for _, scheduler, state in parts))
     for plan in plans:
         known = options_of(plan.live.optimizer)
         of = f"{key_path(('optimizer', *plan.prefix))}: " if plan.prefix else ""
@@ -617,11 +619,11 @@ def taken_options(plans: Sequence[OptimizerPlan], schedules: Sequence[Schedule])
             for name in _fixed(group, values, moving) & known:
                 if texts := _differing(group.values[name], values[name]):
                     unsaved = name in _WITH_MOMENTS and not values[name]
-                    found.setdefault((of, name, unsaved, *texts), []).append(number)
+                    numbers_of.setdefault((of, name, unsaved, *texts), []).append(number)
     return [
         f"{of}param group{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {name} {here} here, {there} "
         "in the checkpoint, which is taken" + ("" if unsaved else f"; keep=({name!r},) keeps yours")
-        for (of, name, unsaved, here, there), numbers in sorted(found.items())
+        for (of, name, unsaved, here, there), numbers in sorted(numbers_of.items())
     ] + [text for part in parts for text in _arguments(*part)]
 
 
@@ -634,10 +636,10 @@ def _fixed(group: ParamGroup, values: Mapping[str, Any], moving: frozenset[str])
 
 def _parts_of(schedule: Schedule) -> Iterator[Schedule]:
     """Yields a scheduler of which a state was saved, and those that it consists of."""
-    path, one, state = schedule
+    path, scheduler, state = schedule
     yield schedule
     states = state.get("_schedulers") if isinstance(state, Mapping) else None
-    for number, pair in enumerate(zip(getattr(one, "_schedulers", ()), states or (), strict=False)):
+    for number, pair in enumerate(zip(getattr(scheduler, "_schedulers", ()), states or (), strict=False)):
         yield from _parts_of((f"{path}/_schedulers/{number}", *pair))
 
 

@@ -87,15 +87,17 @@ class NamedOptimizer(msgspec.Struct, dict=True):
     @cached_property
     def own_moments(self) -> frozenset[str]:
         """The names of the moments that each rank has of its own: paths in the state of a parameter."""
-        found = set[str]()
+        names = set[str]()
         for key, parameter in self.parameters.items():
             shard = self.shards.get(id(parameter))
             if is_spread(parameter, shard):
                 # of a shard, what has its shape is a part of an array too
                 same = {tuple(parameter.shape), tuple(shard[0])} if shard is not None else {tuple(parameter.shape)}
                 arrays = _plain_arrays(self.own[key])
-                found |= {name for name, one in arrays if math.prod(one.shape) != 1 and tuple(one.shape) not in same}
-        return frozenset(found)
+                names |= {
+                    name for name, array in arrays if math.prod(array.shape) != 1 and tuple(array.shape) not in same
+                }
+        return frozenset(names)
 
     def spread(self, key: Key, own: Mapping[Any, Any], own_moments: frozenset[str]) -> dict[Any, Any]:
         """The state of a parameter, where what has its shape is a part of an array if the parameter is.
@@ -106,8 +108,8 @@ class NamedOptimizer(msgspec.Struct, dict=True):
         parameter = self.parameters[key]
         shard = self.shards.get(id(parameter))
         if shard is not None:
-            found = parameter.shape
-            own = {k: Sharded(v, *shard) if isinstance(v, Tensor) and v.shape == found else v for k, v in own.items()}
+            shape = parameter.shape
+            own = {k: Sharded(v, *shard) if isinstance(v, Tensor) and v.shape == shape else v for k, v in own.items()}
         return with_own(own, own_moments) if own_moments and is_spread(parameter, shard) else dict(own)
 
     @property
@@ -125,7 +127,7 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
     if optimizer is None:
         return []
     pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer")
-    groups = [_named_groups(prefix, one, model.ties) for prefix, one in pairs]
+    groups = [_named_groups(prefix, live, model.ties) for prefix, live in pairs]
     prefixes = [prefix for prefix, _ in pairs]
     labels: list[list[str]] = [[] for _ in pairs]
     for prefix in dict.fromkeys(prefixes):
@@ -133,8 +135,8 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
         each = iter(labels_of([group for number in numbers for group in groups[number]]))
         for number in numbers:
             labels[number] = list(itertools.islice(each, len(groups[number])))
-    found = zip(pairs, groups, labels, strict=True)
-    return [_name_one(prefix, one, model, mine, theirs) for (prefix, one), mine, theirs in found]
+    optimizers = zip(pairs, groups, labels, strict=True)
+    return [_name_one(prefix, live, model, mine, theirs) for (prefix, live), mine, theirs in optimizers]
 
 
 def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> list[ParamGroup]:
@@ -170,7 +172,7 @@ def _masters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[int, t
     copies = [p for group in param_groups_of(chain[-1]) or () for p in group["params"]]
     if all(id(p) in ties for p in copies):
         return {}
-    for attribute in (value for one in chain for value in getattr(one, "__dict__", {}).values()):
+    for attribute in (value for part in chain for value in getattr(part, "__dict__", {}).values()):
         flat = [p for part in attribute for p in part] if _is_list_of(list, attribute) else attribute
         if not _is_list_of(Tensor, flat) or not all(id(p) in ties for p in flat):
             continue
@@ -186,8 +188,8 @@ def _is_list_of(kind: type, value: object) -> bool:
 def _name_one(
     prefix: Key, optimizer: Any, model: ModelEntries, groups: list[ParamGroup], labels: list[str]
 ) -> NamedOptimizer:
-    zero = (one for one in optimizer_chain(optimizer) if type(one).__name__ == "ZeroRedundancyOptimizer")
-    stateful = next((one.optim for one in zero), optimizer)  # which has the parameters of this rank alone
+    zero = (part for part in optimizer_chain(optimizer) if type(part).__name__ == "ZeroRedundancyOptimizer")
+    stateful = next((wrapper.optim for wrapper in zero), optimizer)  # which has the parameters of this rank alone
     theirs, ties = param_groups_of(stateful) or [], {**model.ties, **_masters(optimizer, model.ties)}
     names = [tuple(_name_of(p, ties, "param_groups") for p in group["params"]) for group in theirs]
     mine = [p for group in theirs for p in group["params"]]
@@ -198,10 +200,10 @@ def _name_one(
         own = {key: stateful.state.get(parameter, {}) for key, parameter in parameters.items()}
         shared = {key: value for key, value in stateful.state.items() if not isinstance(key, Tensor)}
     else:
-        found = split(stateful.state_dict(), numbering)
-        form, own, shared = found.form, found.own, found.shared or {}
-        if found.values is not None and stateful is optimizer:
-            groups = [ParamGroup(group.members, values) for group, values in zip(groups, found.values, strict=True)]
+        parts = split(stateful.state_dict(), numbering)
+        form, own, shared = parts.form, parts.own, parts.shared or {}
+        if parts.values is not None and stateful is optimizer:
+            groups = [ParamGroup(group.members, values) for group, values in zip(groups, parts.values, strict=True)]
     live = NamedOptimizer(
         prefix,
         optimizer,
@@ -233,26 +235,26 @@ _HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in sorted(_METHODS
 
 def optimizer_chain(optimizer: Any) -> list[Any]:
     """Returns an optimizer and those that it wraps, from the outside in."""
-    found = [optimizer]
-    while not is_plain(found[-1]):
-        attributes = getattr(found[-1], "__dict__", {}).values()
-        inner = next((one for one in attributes if is_optimizer(one) and one not in found), None)
+    chain = [optimizer]
+    while not is_plain(chain[-1]):
+        attributes = getattr(chain[-1], "__dict__", {}).values()
+        inner = next((value for value in attributes if is_optimizer(value) and value not in chain), None)
         if inner is None:
             break
-        found.append(inner)
-    return found
+        chain.append(inner)
+    return chain
 
 
 def all_groups(optimizer: Optimizers | bool | None) -> list[dict[str, Any]]:
     """Returns the groups of optimizers and of those that they wrap, each once; none for None and False."""
     pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer") if optimizer not in (None, False) else ()
-    chain = (one for _, outer in pairs for one in optimizer_chain(outer))
-    return list({id(group): group for one in chain for group in getattr(one, "param_groups", ())}.values())
+    chain = (part for _, outer in pairs for part in optimizer_chain(outer))
+    return list({id(group): group for part in chain for group in getattr(part, "param_groups", ())}.values())
 
 
 def param_groups_of(optimizer: Any) -> Any:
     """Returns the groups of an optimizer; those of the one that it wraps, if it has none itself; None if neither."""
-    return next((one.param_groups for one in optimizer_chain(optimizer) if hasattr(one, "param_groups")), None)
+    return next((part.param_groups for part in optimizer_chain(optimizer) if hasattr(part, "param_groups")), None)
 
 
 def options_of(optimizer: Any) -> frozenset[str]:
@@ -352,7 +354,9 @@ def is_spread(parameter: Any, shard: Shard | None) -> bool:
     if not is_dtensor(parameter):
         return shard is not None and tuple(parameter.shape) != tuple(shard[0])
     mesh = parameter.device_mesh
-    return any(not one.is_replicate() and mesh.size(dim) > 1 for dim, one in enumerate(parameter.placements))
+    return any(
+        not placement.is_replicate() and mesh.size(dim) > 1 for dim, placement in enumerate(parameter.placements)
+    )
 
 
 def _plain_arrays(state: State) -> Iterator[tuple[str, Any]]:
@@ -423,12 +427,12 @@ def check_own(
         wanted = parameter if shard is None else Sharded(parameter, *shard)
         if not (spread and source.is_same_part(weight, wanted)):
             raise _of_other_parts(f"{path}/{min(own)}", "each rank's own, of the part that it held when it was saved")
-    for at in leaves_below(path, tensors_as_leaves(structure)[0]) if spread else ():
-        spec, name = source.leaves.get(at), at.removeprefix(f"{path}/")
-        if spec is None or OWN in at:
+    for leaf_path in leaves_below(path, tensors_as_leaves(structure)[0]) if spread else ():
+        spec, name = source.leaves.get(leaf_path), leaf_path.removeprefix(f"{path}/")
+        if spec is None or OWN in leaf_path:
             continue
-        if not _takes(live, key, name, spec, spread=source.is_spread(at)):
-            raise _of_other_parts(at, f"one for all ranks, of shape {spec.shape}")
+        if not _takes(live, key, name, spec, spread=source.is_spread(leaf_path)):
+            raise _of_other_parts(leaf_path, f"one for all ranks, of shape {spec.shape}")
     return own
 
 
@@ -524,8 +528,8 @@ def _rest_of(form: Any) -> dict[Any, Any] | None:
     return state["rest"] if isinstance(state, dict) and _BY_PARAMETER in state else None
 
 
-def _mark(style: str, at: str, rest: Any) -> dict[str, Any]:
-    return {_BY_PARAMETER: style, "at": at, "rest": rest}
+def _mark(style: str, place: str, rest: Any) -> dict[str, Any]:
+    return {_BY_PARAMETER: style, "at": place, "rest": rest}
 
 
 def _has_marks(node: Any) -> bool:
@@ -541,10 +545,10 @@ def has_own_forms(form: Any) -> bool:
     return not (isinstance(state, dict) and state.get("at") == "") or any(map(_has_marks, beside))
 
 
-def split(found: Any, numbering: ParameterNumbering) -> SplitState:
+def split(state_dict: Any, numbering: ParameterNumbering) -> SplitState:
     """Splits a state dict into its form and the state of each parameter; tensors stay the same objects."""
     job = _Splitter(numbering)
-    form = job.walk(found, (), dict(enumerate(numbering.keys)))
+    form = job.walk(state_dict, (), dict(enumerate(numbering.keys)))
     return SplitState(form, job.own, job.values)
 
 
@@ -555,15 +559,15 @@ class _Splitter:
         self.values: list[dict[str, Any]] | None = None
         self.objects = {id(parameter): key for key, parameter in numbering.parameters.items()}
 
-    def walk(self, node: Any, at: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
+    def walk(self, node: Any, steps: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
         if isinstance(node, dict):
             packed = self._numbers_in(node)
-            return self._walk_dict(node, at, numbers) if packed is None else self._walk_packed(node, at, packed)
+            return self._walk_dict(node, steps, numbers) if packed is None else self._walk_packed(node, steps, packed)
         if type(node) in (list, tuple):
             if (keys := self._listed(node)) is not None:
-                self._put_all(at, {key: part for key, part in keys.items() if part is not None})
-                return _mark("list" if isinstance(node[0], Tensor) else "lists", ".".join(at), {})
-            return type(node)(self.walk(part, (*at, str(i)), numbers) for i, part in enumerate(node))
+                self._put_all(steps, {key: part for key, part in keys.items() if part is not None})
+                return _mark("list" if isinstance(node[0], Tensor) else "lists", ".".join(steps), {})
+            return type(node)(self.walk(part, (*steps, str(i)), numbers) for i, part in enumerate(node))
         return node
 
     def _numbers_in(self, node: Mapping[Any, Any]) -> dict[Any, Key] | None:
@@ -585,34 +589,39 @@ class _Splitter:
             return {n: names[n] for n, _ in pairs} if all(n in names for n, _ in pairs) else None
         return dict(pairs)
 
-    def _walk_packed(self, node: Mapping[Any, Any], at: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
+    def _walk_packed(self, node: Mapping[Any, Any], steps: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
         style = "name" if any(isinstance(number, str) for number in numbers) else "number"
         values = [{k: v for k, v in group.items() if k not in _NOT_VALUES} for group in node[_GROUPS]]
-        if not at:
+        if not steps:
             self.values = values
-        by_group = dict(zip(self.numbering.labels, values, strict=True)) if at else None
+        by_group = dict(zip(self.numbering.labels, values, strict=True)) if steps else None
         state, rest = node[_STATE], {}
         mine = {numbers[number]: part for number, part in state.items() if number in numbers}
         rest = {key: part for key, part in state.items() if key not in numbers}
-        where = "" if not at and all(isinstance(part, dict) for part in mine.values()) else ".".join((*at, _STATE))
+        where = (
+            "" if not steps and all(isinstance(part, dict) for part in mine.values()) else ".".join((*steps, _STATE))
+        )
         self._put_all((where,) if where else (), mine)
         marks = {
-            _STATE: _mark(style, where, self.walk(rest, (*at, _STATE), numbers)),
+            _STATE: _mark(style, where, self.walk(rest, (*steps, _STATE), numbers)),
             _GROUPS: {BY_GROUP: by_group, "params": style},
         }
         return {
-            key: marks[key] if key in marks else self.walk(part, (*at, str(key)), numbers) for key, part in node.items()
+            key: marks[key] if key in marks else self.walk(part, (*steps, str(key)), numbers)
+            for key, part in node.items()
         }
 
-    def _walk_dict(self, node: dict[Any, Any], at: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
+    def _walk_dict(self, node: dict[Any, Any], steps: tuple[str, ...], numbers: Mapping[Any, Key]) -> Any:
         for style, keyed in self._ways(node, numbers):
             if keyed:
-                self._put_all(at, {key: node[name] for name, key in keyed.items()})
+                self._put_all(steps, {key: node[name] for name, key in keyed.items()})
                 rest = {name: part for name, part in node.items() if name not in keyed}
-                return _mark(style, ".".join(at), {k: self.walk(v, (*at, str(k)), numbers) for k, v in rest.items()})
+                return _mark(
+                    style, ".".join(steps), {k: self.walk(v, (*steps, str(k)), numbers) for k, v in rest.items()}
+                )
         if type(node) is not dict:
             return node
-        return {key: self.walk(part, (*at, str(key)), numbers) for key, part in node.items()}
+        return {key: self.walk(part, (*steps, str(key)), numbers) for key, part in node.items()}
 
     def _ways(self, node: dict[Any, Any], numbers: Mapping[Any, Key]) -> Iterable[tuple[str, dict[Any, Key]]]:
         """Yields each style in which the keys of a dict may name parameters, and the parameters by key."""
@@ -647,10 +656,10 @@ class _Splitter:
         same = all(isinstance(part, Tensor) and part.shape == s for part, s in zip(flat, shapes, strict=True))
         return dict(zip(keys, flat, strict=True)) if same else None
 
-    def _put_all(self, at: tuple[str, ...], parts: Mapping[Key, Any]) -> None:
+    def _put_all(self, steps: tuple[str, ...], parts: Mapping[Key, Any]) -> None:
         for key, part in parts.items():
-            if at:
-                self.own[key].setdefault(STATE_DICT_KEY, {})[".".join(at)] = part
+            if steps:
+                self.own[key].setdefault(STATE_DICT_KEY, {})[".".join(steps)] = part
             else:
                 self.own[key].update(part)
 
@@ -697,19 +706,21 @@ def shared_of(form: Any, numbering: ParameterNumbering, here: Mapping[Any, Any])
     return join(_rest_of(form) or {}, numbering, {}, lambda _: (), here)
 
 
-def _keyed(style: str, at: str, numbering: ParameterNumbering, own: Mapping[Key, Mapping[Any, Any]], rest: Any) -> Any:
+def _keyed(
+    style: str, place: str, numbering: ParameterNumbering, own: Mapping[Key, Mapping[Any, Any]], rest: Any
+) -> Any:
     def part(key: Key) -> Any:
         mine = own.get(key, {})
-        if at:
-            return mine.get(STATE_DICT_KEY, {}).get(at)
+        if place:
+            return mine.get(STATE_DICT_KEY, {}).get(place)
         return {name: value for name, value in mine.items() if name != STATE_DICT_KEY} or None
 
     if style == "list":
         return [part(key) for group in numbering.members for key in group]
     if style == "lists":
         return [[part(key) for key in group] for group in numbering.members]
-    found = {name: mine for name, key in numbering.names_of(style).items() if (mine := part(key)) is not None}
-    return {**found, **rest}
+    by_name = {name: mine for name, key in numbering.names_of(style).items() if (mine := part(key)) is not None}
+    return {**by_name, **rest}
 
 
 def _placed(saved: Tensor, live: Any) -> Tensor:

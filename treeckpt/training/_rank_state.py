@@ -57,12 +57,12 @@ class RankState:
         is_one = saved == self._comm.size or policy == "take"
         made = self._source.own_to_fill(part) if later and is_one else None
         if made is None:
-            found = self._source.own(part, policy)
+            state = self._source.own(part, policy)
         else:
-            self.to_fill[part], found = made, made.value if isinstance(made, PerRank) else made
+            self.to_fill[part], state = made, made.value if isinstance(made, PerRank) else made
         if saved != self._comm.size:
             self.notes[part] = f"merged of {count_text(saved, 'rank')}" if callable(policy) else self._taken(saved)
-        return found
+        return state
 
     def load_generators(self) -> Any:
         """Returns this rank's state of the random number generators, to be filled; None where they stay as they are.
@@ -130,14 +130,14 @@ def rng_state() -> dict[str, Any]:
     ['numpy', 'python', 'torch']
     """
     version, integers, gauss = random.getstate()
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
         "python": {"version": version, "state": np.array(integers, np.uint64), "gauss": gauss},
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def is_rng(paths: Iterable[str]) -> bool:

@@ -122,14 +122,14 @@ def tied_when_saved(
         return {}
     same: dict[object, list[str]] = {}
     for path, spec in source.leaves.items():
-        if path.startswith("model/") and spec is not None and (one := source.identity(path)) is not None:
-            same.setdefault(one, []).append(path.removeprefix("model/"))
-    found: dict[str, tuple[str, str]] = {}
+        if path.startswith("model/") and spec is not None and (array := source.identity(path)) is not None:
+            same.setdefault(array, []).append(path.removeprefix("model/"))
+    tied: dict[str, tuple[str, str]] = {}
     for path, name in names.items():
         for other in same.get(source.identity(f"model/{name}"), ()):
             if other != name:
-                found.setdefault(path, (name, other))
-    return found
+                tied.setdefault(path, (name, other))
+    return tied
 
 
 _NO_NAME_ALIKE = (
@@ -249,8 +249,8 @@ def _renamed_part(path: str, missing: Set[str], unexpected: Set[str], sides: Sid
     """
 
     def below(leaves: Mapping[str, Any], prefix: str, free: Set[str]) -> dict[str, Any]:
-        found = {name: getattr(leaf, "shape", leaf) for name, leaf in leaves.items() if name.startswith(prefix)}
-        return {name.removeprefix(prefix): shape for name, shape in found.items()} if found.keys() <= free else {}
+        shapes = {name: getattr(leaf, "shape", leaf) for name, leaf in leaves.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): shape for name, shape in shapes.items()} if shapes.keys() <= free else {}
 
     for step in re.finditer("[./]", path.removeprefix("model/")):
         end = len("model/") + step.end()

@@ -448,13 +448,13 @@ class _Restore:
         if self.targets.fills_extra and self._has("extra", "extra=..."):
             self.extra = extra
             tree = self.trees["extra",] = TreeToFill(extra, ("extra",), self.source)
-            found = compare_extra(extra, tree.target, self.source, rank=self.comm.rank)
-            self.ignored += found.unused
-            self.missing += found.keys.missing
-            self.unexpected += found.keys.unexpected
-            self.own.check("extra", found.own)
-            self.lengths = found.lengths
-            self.last += found.additions
+            differences = compare_extra(extra, tree.target, self.source, rank=self.comm.rank)
+            self.ignored += differences.unused
+            self.missing += differences.keys.missing
+            self.unexpected += differences.keys.unexpected
+            self.own.check("extra", differences.own)
+            self.lengths = differences.lengths
+            self.last += differences.additions
         elif extra is None and "extra" in self.parts and not self.options.selects("extra"):
             self.ignored.append("extra")
         elif extra is None and "extra" in self.parts:
@@ -548,13 +548,13 @@ class _Restore:
         if scheduler is None or not self._has("scheduler", "scheduler=..."):
             return
         saved, lives = self.source.part("scheduler"), self.optimizers
-        for path, one, optimizer, state in match_schedulers(scheduler, saved, lambda one: optimizer_of(one, lives)):
+        for path, part, optimizer, state in match_schedulers(scheduler, saved, lambda part: optimizer_of(part, lives)):
             if optimizer is not None:
                 of = next((plan.of for plan in self.plans if plan.live is optimizer), {})
                 state = from_groups(state, optimizer.groups, of, path=path)
-            self.ignored += unused_entries(one, state, (self.source.url, path), warn=self.comm.rank == 0)
-            self.schedules.append((path, one, state))
-            self.last.append(plan_state(path, one, state, live=one.state_dict()).load)
+            self.ignored += unused_entries(part, state, (self.source.url, path), warn=self.comm.rank == 0)
+            self.schedules.append((path, part, state))
+            self.last.append(plan_state(path, part, state, live=part.state_dict()).load)
 
     def check_keys(self) -> None:
         """Checks that the targets and the source have the same leaves.
@@ -563,7 +563,7 @@ class _Restore:
             MismatchError: they have not, by `strict`; without it, not one of the model's is in both.
         """
         saved_extra = children_of(descend(self.source.structure, ("extra",)))
-        heads = {f"{key_path(('optimizer', *one.prefix))}/" for one in self.optimizers}
+        heads = {f"{key_path(('optimizer', *live.prefix))}/" for live in self.optimizers}
         asked = {entry.path for entry in self.entries if entry.full_name not in self.left}
         check_keys(
             self.missing,
@@ -654,7 +654,7 @@ class _Restore:
         if not self.loads and not self.extra_states:
             return [], None
         covered, extra = with_load_code((*self.entries, *self.model.hidden), self.loads), set[int]()
-        extra.update(id(one.module) for one in self.extra_states)
+        extra.update(id(states.module) for states in self.extra_states)
         first = [entry for entry in self.wanted if id(entry.module) in extra]
         self.wanted = [entry for entry in self.wanted if id(entry.module) not in extra]
         before = Before(self.loads, self.extra_states, (entry.value for entry in (*covered, *first)))

@@ -178,18 +178,18 @@ def saved_metadata(source: RestoreSource, key: Key = ()) -> Mapping[str, Any] | 
 
 def nodes_by_name(node: Structure, names: Container[str]) -> dict[str, Structure]:
     """The structures below a node whose path is one of the names, in one walk."""
-    found: dict[str, Structure] = {}
+    nodes: dict[str, Structure] = {}
 
     def walk(node: Structure, above: str) -> None:
         for key, child in children_of(node).items():
             name = above + key_text(str(key))
             if name in names:
-                found[name] = child
+                nodes[name] = child
             else:
                 walk(child, f"{name}/")
 
     walk(node, "")
-    return found
+    return nodes
 
 
 def leaves_below(path: str, structure: Structure) -> list[str]:
@@ -230,8 +230,8 @@ class _SavedMember:
 
     def keep_only(self, own: set[str]) -> list[str]:
         """Drops all other leaves but those of a table of which some stay, as it stays whole; returns these others."""
-        found = (path for path, leaves in self.view.by_path.items() if leaves[0].number in self.index.tables)
-        tables = [path.removesuffix(TABLE_KEYS[0]) for path in found]
+        ids_paths = (path for path, leaves in self.view.by_path.items() if leaves[0].number in self.index.tables)
+        tables = [path.removesuffix(TABLE_KEYS[0]) for path in ids_paths]
         parts = tuple(table for table in tables if any(path.startswith(table) for path in own))
         beside = [path for path in self.view.specs if path not in own and path.startswith(parts)]
         kept = own.union(beside)
@@ -317,8 +317,8 @@ class CheckpointSource:
 
     def _member_for(self, part: str) -> _SavedMember:
         """Returns the last checkpoint that gives a leaf of a part at the root, or the last of all."""
-        found = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
-        return max(found, key=self.members.index, default=self.members[-1])
+        givers = [self._provider[path] for path in self._provider if path == part or path.startswith(f"{part}/")]
+        return max(givers, key=self.members.index, default=self.members[-1])
 
     @property
     def _rules(self) -> tuple[Rule, ...]:
@@ -353,7 +353,7 @@ class CheckpointSource:
         layout = None if isinstance(leaf, ComposedLeaf) else member.layout_of(leaf)
         if layout is None or leaf.spec is None or leaf.spec.shape != here.shape:
             return False
-        held = tuple(one.region for one in held_by(layout, here.shape, self.comm.rank))
+        held = tuple(local.region for local in held_by(layout, here.shape, self.comm.rank))
         return _filled(held) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
@@ -394,10 +394,10 @@ class CheckpointSource:
 
     def _values(self, path: str, node: Structure) -> list[Any] | None:
         """Returns the values below a path, which are in the index; None where anything else is there."""
-        leaves = [(at, self._member(at).leaf(at)) for at in leaves_below(path, node)]
+        leaves = [(p, self._member(p).leaf(p)) for p in leaves_below(path, node)]
         if not all(isinstance(leaf.record, ValueRecord) and leaf.ranks is None for _, leaf in leaves):
             return None
-        return [self.value(at) for at, _ in leaves]
+        return [self.value(p) for p, _ in leaves]
 
     def world_of(self, name: str) -> int:
         return self._member_for(name).world
@@ -426,8 +426,8 @@ class CheckpointSource:
 
     def _new(self, path: str, node: Structure) -> Any:
         """Returns what stands at a path, with new arrays on the host, and None for values."""
-        specs = ((at, self.leaves[at]) for at in leaves_below(path, node))
-        leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), at, None).leaf for at, spec in specs)
+        specs = ((p, self.leaves[p]) for p in leaves_below(path, node))
+        leaves = (spec and new_array(msgspec.structs.replace(spec, device=None), p, None).leaf for p, spec in specs)
         return unflatten(node, leaves, resolve=resolve, namespace=self.options.namespace)
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
@@ -524,7 +524,7 @@ class TreeSource:
     def is_same_part(self, path: str, tensor: Any) -> bool:
         if path not in self._leaves:
             return False
-        there, here = (wanted_of(one, path, self.comm) for one in (self._leaves[path], tensor))
+        there, here = (wanted_of(side, path, self.comm) for side in (self._leaves[path], tensor))
         return there.shape == here.shape and _filled(there.regions or ()) == _filled(here.regions or ())
 
     def value(self, path: str) -> Any:
@@ -532,20 +532,20 @@ class TreeSource:
 
     def fill(self, target: dict[str, Any], *, take: bool, alone: bool = False, strict: Strict = False) -> LoadReport:
         """Copies array by array; every check comes before the first."""
-        found = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
-        if found is None:
+        states = expand_states(target, rank=self.comm.rank, namespace=self.options.namespace, mappings=True)
+        if states is None:
             return self._fill(target)
-        filled, more = found.restore(lambda path, arrays: self.tree, self._fill)
+        filled, more = states.restore(lambda path, arrays: self.tree, self._fill)
         return msgspec.structs.replace(filled, loaded=filled.loaded + more)
 
     def _fill(self, target: Any) -> LoadReport:
         where: Any = {"rank": self.comm.rank, "namespace": self.options.namespace}
-        found = _moving.match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
+        matched = _moving.match_leaves(target, self.structure, self._leaves, lambda leaf, _: leaf, **where)
         nbytes = _moving.put_leaves(
-            target, found, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
+            target, matched, lambda old, new, _: old if is_same(old, new) else new, cast=self.options.cast, **where
         )
         return LoadReport(
-            self.url, nbytes, read_nbytes=0, loaded=len(found.given), missing=(), unexpected=(), seconds=0.0
+            self.url, nbytes, read_nbytes=0, loaded=len(matched.given), missing=(), unexpected=(), seconds=0.0
         )
 
 
@@ -656,8 +656,8 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
         source = TreeSource(given, comm, options)
     elif stored is not None:
 
-        def own_rules(one: From) -> tuple[Rule, ...]:
-            return rules_of(one.rename, one.transforms, "", from_root=from_root)
+        def own_rules(origin: From) -> tuple[Rule, ...]:
+            return rules_of(origin.rename, origin.transforms, "", from_root=from_root)
 
         source = CheckpointSource(stored, comm, options, own_rules)
     else:

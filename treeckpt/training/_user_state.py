@@ -73,8 +73,8 @@ def loader_actions(loader: Any, state: Any, path: str, namespace: str) -> Iterat
         yield plan_state(path, loader, state, namespace=namespace).load
         return
     pairs: Any = loader.items() if isinstance(loader, Mapping) else ()
-    for key, one in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
-        if not holds_stateful(one, namespace):
+    for key, item in enumerate(loader) if isinstance(loader, (list, tuple)) else pairs:
+        if not holds_stateful(item, namespace):
             continue
         here = f"{path}/{key_text(key)}"
         try:
@@ -82,11 +82,11 @@ def loader_actions(loader: Any, state: Any, path: str, namespace: str) -> Iterat
         except (LookupError, TypeError) as error:
             raise MismatchError(
                 here,
-                expected=f"the state of a {type(one).__qualname__}",
+                expected=f"the state of a {type(item).__qualname__}",
                 found="nothing in the checkpoint",
                 hint="Give the loaders in a tree as that which was saved",
             ) from error
-        yield from loader_actions(one, part, here, namespace)
+        yield from loader_actions(item, part, here, namespace)
 
 
 def loader_state(loader: Any) -> Any:
@@ -131,14 +131,14 @@ def check_generators(loader: Any) -> None:
     A `DataLoader` draws a number from its generator for each new iterator, also for one that continues a saved epoch.
     """
     parts = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
-    for one in parts:
-        check_generators(one)
+    for part in parts:
+        check_generators(part)
     if not isinstance(loader, DataLoader) or not is_stateful(loader) or loader in _checked:
         return
     _checked.add(loader)
     batches = loader.batch_sampler
     samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
-    shared = any(getattr(one, "generator", None) is loader.generator for one in samplers)
+    shared = any(getattr(sampler, "generator", None) is loader.generator for sampler in samplers)
     if loader.generator is None:
         lost = "draws from the global generator: other random numbers of the training (dropout) do not continue"
     elif shared and not loader.num_workers:
@@ -156,8 +156,8 @@ def check_generators(loader: Any) -> None:
 
 def objects_of_extra(source: RestoreSource) -> set[str]:
     """Returns the names in `extra` under which the state of an object stands: arrays, or what a `GradScaler` saves."""
-    found = (path.split("/") for path, spec in source.leaves.items() if spec or path.endswith("/_growth_tracker"))
-    return {steps[1] for steps in found if steps[0] == "extra" and len(steps) > 2 and not steps[1].startswith("~")}
+    places = (path.split("/") for path, spec in source.leaves.items() if spec or path.endswith("/_growth_tracker"))
+    return {steps[1] for steps in places if steps[0] == "extra" and len(steps) > 2 and not steps[1].startswith("~")}
 
 
 class ExtraDifferences(msgspec.Struct):
@@ -170,9 +170,9 @@ class ExtraDifferences(msgspec.Struct):
     unused: list[str]
     """Disabled objects, which leave what was saved of them unused."""
     lengths: dict[str, tuple[int, int]]
-    """Sequences of other lengths: (items here, items saved)."""
+    """(items here, items saved) of each sequence of another length, by path."""
     additions: list[Callable[[], None]]
-    """Add what was saved in dicts and lists beside that which is here."""
+    """Functions that add what was saved in dicts and lists beside that which is here."""
 
 
 class _Grown(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class _Grown(msgspec.Struct, frozen=True):
     container: Any
     key: Any
     structure: Structure
-    """Of the item."""
+    """The structure of the item."""
 
 
 def _grown_items(extra: Any, source: RestoreSource, rank: int) -> tuple[dict[str, _Grown], dict[str, tuple[int, int]]]:
@@ -226,20 +226,20 @@ def _additions(grown: Mapping[str, _Grown], source: RestoreSource, rank: int) ->
     """
     if not grown:
         return
-    select = [path for path, one in grown.items() if leaves_below(path, one.structure)]
+    select = [path for path, item in grown.items() if leaves_below(path, item.structure)]
     saved, namespace = source.part("extra", select=select) if select else None, source.options.namespace
-    for path, one in grown.items():
-        if leaves_below(path, one.structure):
+    for path, new in grown.items():
+        if leaves_below(path, new.structure):
             item: Any = node_at({"extra": saved}, path.replace(_ANY_RANK, rank_key(rank)), rank, namespace)
         else:
-            item = unflatten(one.structure, iter(()), resolve=resolve, namespace=namespace)
+            item = unflatten(new.structure, iter(()), resolve=resolve, namespace=namespace)
         leaves = [copied_value(leaf) for _, leaf in flatten(item, rank=rank, namespace=namespace)[1]]
         item = replace_leaves(item, iter(leaves), namespace=namespace)
         item = plan_state(path, None, item, live=None, namespace=namespace).state
-        if isinstance(one.container, (list, collections.deque)):
-            yield partial(one.container.append, item)
+        if isinstance(new.container, (list, collections.deque)):
+            yield partial(new.container.append, item)
         else:
-            yield partial(setitem, one.container, one.key, item)
+            yield partial(setitem, new.container, new.key, item)
 
 
 def compare_extra(extra: Any, target: Any, source: RestoreSource, *, rank: int) -> ExtraDifferences:
@@ -273,14 +273,18 @@ def compare_extra(extra: Any, target: Any, source: RestoreSource, *, rank: int) 
         **where,
     )
     grown, lengths = _grown_items(extra, source, rank)
-    grown = {path: at for path, at in grown.items() if not f"{path}/".startswith(tuple(f"{one}/" for one in sequences))}
+    grown = {
+        path: item
+        for path, item in grown.items()
+        if not f"{path}/".startswith(tuple(f"{sequence}/" for sequence in sequences))
+    }
     wanted = {index_path(path, rank): leaf for path, leaf in leaves}
     there = [path for path in source.leaves if path == "extra" or path.startswith("extra/")]
-    found = compare_leaves(wanted, there, whole=(*sequences, *grown))
+    differences = compare_leaves(wanted, there, whole=(*sequences, *grown))
     own = [path for path in there if _ANY_RANK in path and f"{path}/".startswith(given)]
-    unused = [path for path in disabled if any(one.startswith(f"{path}/") for one in there)]
+    unused = [path for path in disabled if any(other.startswith(f"{path}/") for other in there)]
     return ExtraDifferences(
-        found,
+        differences,
         own,
         unused,
         lengths,
@@ -338,18 +342,18 @@ class TreeToFill:
         selects: Callable[[str], bool] = lambda path: True,
     ) -> None:
         self._tree, self._namespace = tree, source.options.namespace
-        path, found = "/".join(map(key_text, keys)), list[Any]()
+        path, leaves = "/".join(map(key_text, keys)), list[Any]()
         for below, leaf in flatten(tree, namespace=self._namespace)[1]:
-            at = f"{path}/{below}" if below else path
-            found.append(_resumed(leaf, at, source, selects) if is_optimizer(leaf) else leaf)
-        is_other = any(isinstance(leaf, ResumedOptimizer) for leaf in found)
-        self.target = replace_leaves(tree, iter(found), namespace=self._namespace) if is_other else tree
+            here = f"{path}/{below}" if below else path
+            leaves.append(_resumed(leaf, here, source, selects) if is_optimizer(leaf) else leaf)
+        is_other = any(isinstance(leaf, ResumedOptimizer) for leaf in leaves)
+        self.target = replace_leaves(tree, iter(leaves), namespace=self._namespace) if is_other else tree
 
     def take_back(self) -> None:
         """Puts what was filled into the containers of the tree, in which the optimizers themselves stay."""
         if self.target is not self._tree:
-            found = flatten(self.target, namespace=self._namespace)[1]
-            leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in found)
+            filled_leaves = flatten(self.target, namespace=self._namespace)[1]
+            leaves = (leaf.optimizer if isinstance(leaf, ResumedOptimizer) else leaf for _, leaf in filled_leaves)
             filled = replace_leaves(self.target, leaves, namespace=self._namespace)
             update_in_place(self._tree, filled, is_value=is_value, namespace=self._namespace)
 
@@ -360,9 +364,9 @@ def _resumed(optimizer: Any, path: str, source: RestoreSource, selects: Callable
         saved = next((child for key, child in children_of(saved).items() if key_text(key) == step), None)
     _check_names(live, path, saved, source)
     below = {p: f"{path}/{p}" for p, _ in paths_of(saved)} if saved is not None else {}
-    arrays = {p for p, at in below.items() if source.leaves.get(at) is not None}
+    arrays = {p for p, leaf_path in below.items() if source.leaves.get(leaf_path) is not None}
     here = {p for p, leaf in flatten(live)[1] if isinstance(leaf, Tensor)}
-    if saved is None or arrays == here or not all(at in source.leaves for at in below.values()):
+    if saved is None or arrays == here or not all(leaf_path in source.leaves for leaf_path in below.values()):
         return optimizer
     if not all(map(selects, below.values())):
         raise MismatchError(
@@ -388,7 +392,7 @@ class _StateDictBuilder:
         self._made: dict[object, Tensor] = {}
         self._place = MomentPlacement(counts_on_device=counts)
 
-    def state(self, node: Structure, live: Any, at: str) -> Any:
+    def state(self, node: Structure, live: Any, path: str) -> Any:
         """Returns the state dict, or a part of it: a wrapper's contains that of its optimizer.
 
         Raises:
@@ -396,37 +400,37 @@ class _StateDictBuilder:
         """
         children = children_of(node)
         if not isinstance(node, DictNode):
-            return self._as_saved(node, at)
+            return self._as_saved(node, path)
         if not isinstance(live, Mapping):
             live = {}
         if {"state", "param_groups"} <= children.keys() & live.keys() and isinstance(live["state"], Mapping):
-            _check_groups(live, at, node)
-            own = self._moments(children["state"], live["state"], f"{at}/state", self._by_number)
+            _check_groups(live, path, node)
+            own = self._moments(children["state"], live["state"], f"{path}/state", self._by_number)
             return {
-                key: own if key == "state" else self.state(child, live.get(key), f"{at}/{key_text(key)}")
+                key: own if key == "state" else self.state(child, live.get(key), f"{path}/{key_text(key)}")
                 for key, child in children.items()
             }
         if children and all(type(key) is tuple and key in self._by_position for key in children):
-            return self._moments(node, live, at, self._by_position)
-        return {key: self.state(child, live.get(key), f"{at}/{key_text(key)}") for key, child in children.items()}
+            return self._moments(node, live, path, self._by_position)
+        return {key: self.state(child, live.get(key), f"{path}/{key_text(key)}") for key, child in children.items()}
 
-    def _moments(self, node: Structure, live: Any, at: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+    def _moments(self, node: Structure, live: Any, above: str, parameters: Mapping[Any, Tensor]) -> dict[Any, Any]:
+        moments: dict[Any, Any] = {}
         for key, child in children_of(node).items():
-            path = f"{at}/{key_text(key)}"
+            path = f"{above}/{key_text(key)}"
             if key in parameters and isinstance(child, DictNode):
                 mine = live.get(key) if isinstance(live, Mapping) else None
                 arrays = (p for p in leaves_below(path, child) if self._source.leaves[p] is not None)
                 place = msgspec.structs.replace(self._place, was_spread=any(map(self._source.is_spread, arrays)))
-                found[key] = build_state(
+                moments[key] = build_state(
                     parameters[key], child, mine or {}, self._source, path=path, place=place, made=self._made
                 )
             else:
-                found[key] = self._as_saved(child, path)
-        return found
+                moments[key] = self._as_saved(child, path)
+        return moments
 
-    def _as_saved(self, node: Structure, at: str) -> Any:
-        specs = ((p, self._source.leaves[p]) for p in leaves_below(at, node))
+    def _as_saved(self, node: Structure, path: str) -> Any:
+        specs = ((p, self._source.leaves[p]) for p in leaves_below(path, node))
         leaves = (self._source.value(p) if spec is None else new_array(spec, p, None).leaf for p, spec in specs)
         return unflatten(node, leaves, resolve=resolve, build=build_tensor)
 
@@ -470,8 +474,8 @@ def _check_names(live: Any, path: str, saved: Structure, source: RestoreSource) 
     there: list[Any] = []
     for key, group in children_of(descend(saved, ("param_groups",))).items():
         names = children_of(group).get("param_names")
-        at = f"{path}/param_groups/{key_text(key)}/param_names"
-        there += [source.value(p) for p in leaves_below(at, names)] if names is not None else []
+        names_path = f"{path}/param_groups/{key_text(key)}/param_names"
+        there += [source.value(p) for p in leaves_below(names_path, names)] if names is not None else []
     moved = next((n for n, name in zip(there, here, strict=False) if n != name and n in here), None)
     if moved is not None:
         raise MismatchError(

@@ -191,22 +191,22 @@ class MessageBucket(msgspec.Struct, frozen=True):
 
 def pack_regions(entries: Sequence[PackedRegion], limit: int) -> Iterator[MessageBucket]:
     """Yields buckets of at most `limit` bytes, or of one region, in order; omits empty regions."""
-    found: list[tuple[PackedRegion, int]] = []
-    at = 0
+    packed: list[tuple[PackedRegion, int]] = []
+    offset = 0
     for entry in entries:
         if not entry.nbytes:
             continue
-        if found and at + entry.nbytes > limit:
-            yield MessageBucket(tuple(found), at)
-            found, at = [], 0
-        found.append((entry, at))
-        at += -(-entry.nbytes // ALIGN) * ALIGN
-    if found:
-        yield MessageBucket(tuple(found), at)
+        if packed and offset + entry.nbytes > limit:
+            yield MessageBucket(tuple(packed), offset)
+            packed, offset = [], 0
+        packed.append((entry, offset))
+        offset += -(-entry.nbytes // ALIGN) * ALIGN
+    if packed:
+        yield MessageBucket(tuple(packed), offset)
 
 
-def _window(data: np.ndarray, entry: PackedRegion, at: int) -> HostArray:
-    raw = data[at : at + entry.nbytes].view(raw_dtype(entry.itemsize))
+def _window(data: np.ndarray, entry: PackedRegion, offset: int) -> HostArray:
+    raw = data[offset : offset + entry.nbytes].view(raw_dtype(entry.itemsize))
     return HostArray(raw.reshape(entry.region.shape))
 
 
@@ -230,7 +230,7 @@ def send_regions(
     sends, receives = transport.rank == sender, transport.rank in receivers
     for bucket in pack_regions(entries, limit) if sends or receives else ():
         data = np.zeros(bucket.nbytes, np.uint8) if sends else np.empty(bucket.nbytes, np.uint8)
-        places = [(entry, _window(data, entry, at)) for entry, at in bucket.entries]
+        places = [(entry, _window(data, entry, offset)) for entry, offset in bucket.entries]
         if sends:
             for entry, place in places:
                 fill([TargetPiece(entry.region, place)], sources[entry.path].pieces)
@@ -289,8 +289,8 @@ class _Gather:
         transport = self.transport
         digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=HINT)
         self.values = self.described.values
-        clash = bool(conflicting_ranks({rank: one.pieces for rank, one in enumerate(digests)}))
-        self.alike = len({(one.inventory, one.contents) for one in digests}) == 1 and not clash
+        clash = bool(conflicting_ranks({rank: digest.pieces for rank, digest in enumerate(digests)}))
+        self.alike = len({(digest.inventory, digest.contents) for digest in digests}) == 1 and not clash
         if self.alike:
             everyone = encode_runs(range(transport.size))
             merged = merge_rank_trees([RankClass(everyone, self.described.inventory)], transport.size)
@@ -300,14 +300,15 @@ class _Gather:
             own = RankTree(self.described.inventory, self.contents, self.described.values)
             trees = gather_results(transport, "gather", lambda: own, RankTree, hint=HINT)
             self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
-            by_rank, inventories = dict(enumerate(trees)), {rank: one.inventory for rank, one in enumerate(digests)}
+            by_rank = dict(enumerate(trees))
+            inventories = {rank: digest.inventory for rank, digest in enumerate(digests)}
             merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
             compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         boxes = [(path, box) for path, box, _ in overlapping_pieces(merged)]
         if boxes:
             own_boxes = partial(box_digests, self.described, boxes, "sample")
-            found = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
-            compare_boxes(boxes, dict(enumerate(found)))
+            box_contents = gather_results(transport, "gather", own_boxes, BoxDigests, hint=HINT)
+            compare_boxes(boxes, dict(enumerate(box_contents)))
         return merged
 
     def _describe(self) -> _RankDigests:
@@ -391,10 +392,10 @@ def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, 
         return targets[leaf.path].leaf
     if leaf.alias_of is None or leaf.alias_of not in targets:
         return msgspec.structs.replace(leaf.spec, device=None, regions=None)
-    base, found, array = targets[leaf.alias_of].leaf, targets[leaf.alias_of].spec, leaf.spec
+    base, spec, array = targets[leaf.alias_of].leaf, targets[leaf.alias_of].spec, leaf.spec
     if leaf.view is not None:
         return library_of(array).view(base, array, leaf.view.offset, leaf.view.strides)
-    if (found.kind, found.requires_grad, found.shape) == (array.kind, array.requires_grad, array.shape):
+    if (spec.kind, spec.requires_grad, spec.shape) == (array.kind, array.requires_grad, array.shape):
         return base
     return library_of(array).view(base, array, 0, strides_in(array.shape, array.order, 1))
 

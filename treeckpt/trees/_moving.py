@@ -80,22 +80,22 @@ def match_leaves(
         source_rank=rank,
         namespace=namespace,
     )
-    whole = frozenset(id(one.here) for one in sequences.values())
+    whole = frozenset(id(sequence.here) for sequence in sequences.values())
     structure, before = flatten(into, rank=rank, namespace=namespace, whole=whole)
     check_same_tensors(structure, saved, rank, given)
     wanted = {index_path(path, rank): leaf for path, leaf in before}
     differences = compare_leaves(wanted, given, whole=sequences)
     check_no_tensors(differences.missing, saved)
-    found: dict[str, object] = {}
+    taken: dict[str, object] = {}
     for path, leaf in before:
         name = index_path(path, rank)
         if leaf is not ... and name in given:
-            found[path] = given[name]
+            taken[path] = given[name]
         elif id(leaf) in whole and name in sequences:
-            one = sequences[name]
-            leaves = iter([copied(given[below], below) for below in one.paths])
-            found[path] = one.content(leaves, resolve=resolve, namespace=namespace)
-    return MatchedLeaves(before, found, whole, differences)
+            sequence = sequences[name]
+            leaves = iter([copied(given[below], below) for below in sequence.paths])
+            taken[path] = sequence.content(leaves, resolve=resolve, namespace=namespace)
+    return MatchedLeaves(before, taken, whole, differences)
 
 
 def copied_value(leaf: object, path: str) -> object:
@@ -110,7 +110,7 @@ def copied_value(leaf: object, path: str) -> object:
 def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
     """Does `treeckpt.trees.distribute` where every rank has the tree."""
     rank = global_rank(default_comm())
-    tree, like = (state_tree(one, rank=rank, namespace=namespace) for one in (tree, like))
+    tree, like = (state_tree(side, rank=rank, namespace=namespace) for side in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
 
@@ -267,9 +267,9 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
     given = {index_path(path, rank): leaf for path, leaf in leaves}
 
     def fill(target: Any) -> int:
-        found = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
-        if different := found.differences.paths:
-            missing, unexpected = found.differences.missing, found.differences.unexpected
+        matched = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        if different := matched.differences.paths:
+            missing, unexpected = matched.differences.missing, matched.differences.unexpected
             raise MismatchError(
                 different[0],
                 expected="the same leaves in both trees",
@@ -278,10 +278,10 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
             )
         return put_leaves(
             target,
-            found,
+            matched,
             lambda old, value, path: (
                 value
-                if id(old) in found.whole  # consists of copies already
+                if id(old) in matched.whole  # consists of copies already
                 else old
                 if is_same_value(old, value, path)
                 else copied_value(value, path)
@@ -291,16 +291,16 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
             namespace=namespace,
         )
 
-    found = expand_states(into, rank=rank, namespace=namespace, mappings=True)
-    if found is None:
+    states = expand_states(into, rank=rank, namespace=namespace, mappings=True)
+    if states is None:
         fill(into)
     else:
-        found.restore(lambda path, arrays: tree, fill)
+        states.restore(lambda path, arrays: tree, fill)
 
 
 def put_leaves(
     into: Any,
-    found: MatchedLeaves,
+    matched: MatchedLeaves,
     value: Callable[[Any, Any, str], object],
     *,
     rank: int,
@@ -310,13 +310,13 @@ def put_leaves(
     """Copies arrays into those of a tree, and replaces values; every check comes first.
 
     Args:
-        found: the leaves of `into`, and the new leaf for each.
+        matched: the leaves of `into`, and the new leaf for each.
         value: (old, new, path) -> the value to store, `old` itself where they are equal.
 
     Returns:
         bytes of the filled arrays.
     """
-    before, given = found.before, found.given
+    before, given = matched.before, matched.given
     new: list[object] = []
     copies: list[_ArrayCopy] = []
     for path, leaf in before:
@@ -339,12 +339,12 @@ def put_leaves(
         copies.append(_ArrayCopy(path, target, source, storage))
     _check_ties(copies)
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
-    _put(into, found, new, copies, namespace)
+    _put(into, matched, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
-    filled = replace_leaves(into, iter(new), namespace=namespace, whole=found.whole)
+def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
+    filled = replace_leaves(into, iter(new), namespace=namespace, whole=matched.whole)
     stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
         raise MismatchError(
@@ -367,9 +367,9 @@ def _check_ties(copies: Sequence[_ArrayCopy]) -> None:
         alike = memory is not None and memory == copies[second].source.storage
         return alike and in_same_memory(copies[first].target, copies[second].target)
 
-    found = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
-    if found is not None:
-        first, second = (copies[number].path for number in found)
+    pair = conflicting_pair([copy.target for copy in copies], is_one, partial(_put_all, copies), BLOCK)
+    if pair is not None:
+        first, second = (copies[number].path for number in pair)
         if first == second:
             raise pieces_in_one_place(first)
         raise MismatchError(

@@ -40,7 +40,7 @@ def _check_separator(separator: str) -> None:
 def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, Any]]:
     """Returns (name, path, leaf) of each leaf."""
     _check_separator(separator)
-    found: list[tuple[str, str, Any]] = []
+    named: list[tuple[str, str, Any]] = []
     paths: dict[str, str] = {}
     _, leaves = flatten(state_tree(tree, namespace=namespace), namespace=namespace)
     for path, leaf in ((index_path(path, 0), leaf) for path, leaf in leaves):
@@ -55,8 +55,8 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
                 found=f"{name!r}, which is that of {other} too",
                 hint="Rename a key, or choose a separator that no key holds",
             )
-        found.append((name, path, PerRank(leaf) if own else leaf))
-    return found
+        named.append((name, path, PerRank(leaf) if own else leaf))
+    return named
 
 
 def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
@@ -78,9 +78,9 @@ def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: st
     like = state_tree(like, namespace=namespace)
     wanted = _named(like, separator, namespace)
     _check_names([name for name, _, _ in wanted], named)
-    found = ((named[name], leaf) for name, _, leaf in wanted)
+    pairs = ((named[name], leaf) for name, _, leaf in wanted)
     # a wanted place under `PerRank` takes the leaf without its own
-    leaves = (new.value if type(old) is PerRank and type(new) is PerRank else new for new, old in found)
+    leaves = (new.value if type(old) is PerRank and type(new) is PerRank else new for new, old in pairs)
     return replace_leaves(like, leaves, namespace=namespace)
 
 

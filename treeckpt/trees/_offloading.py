@@ -50,18 +50,18 @@ def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
         raise TreeError("memory", expected=f"one of {choices}", found=f"{memory!r:.60}")
     rank = global_rank(default_comm())
     tree = state_tree(tree, rank=rank, namespace=namespace)
-    _, found = flatten(tree, rank=rank, namespace=namespace)
+    _, flat = flatten(tree, rank=rank, namespace=namespace)
     # of a table the arrays are copied; the first row of each bucket is computed anew
-    leaves = [(path, leaf.array if isinstance(leaf, TableColumn) else leaf) for path, leaf in found]
+    leaves = [(path, leaf.array if isinstance(leaf, TableColumn) else leaf) for path, leaf in flat]
     specs = [abstract_of(leaf, path, rank) for path, leaf in leaves]  # refuses what cannot be copied
     parts = [_parts(leaf, path, rank, memory) if spec else [] for (path, leaf), spec in zip(leaves, specs, strict=True)]
     plain = {_key(array): array for arrays in parts for array in arrays}
     block = None if memory == "plain" else _block(memory, sum(_aligned(array.nbytes) for array in plain.values()))
     copies: dict[Hashable, Any] = {}
-    at = 0
+    offset = 0
     for key, array in plain.items():
-        copies[key] = _copy(array, None if block is None else block[at : at + array.nbytes])
-        at += _aligned(array.nbytes)
+        copies[key] = _copy(array, None if block is None else block[offset : offset + array.nbytes])
+        offset += _aligned(array.nbytes)
     made: dict[int, object] = {}
     for (path, leaf), spec, arrays in zip(leaves, specs, parts, strict=True):
         if id(leaf) not in made:
