@@ -304,6 +304,7 @@ class Checkpoint:
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
+        # the size of a shard that was opened without `whole` was not compared
         key = (file.name, whole)
         if key not in self._shards:
             if self.store.traits.far:
@@ -365,6 +366,7 @@ class Checkpoint:
             CheckpointNotFound: none is left.
             StoreError: it could not be read.
         """
+        # looked for, not asked: the property would read the index that is there now
         if "index_bytes" not in vars(self):
             return False
         try:

@@ -105,6 +105,7 @@ def hold_lock(store: Store, kind: LockKind) -> Iterator[str]:
     """
     lock = KeptFile(store, lock_name(kind, secrets.token_hex(8)), encode_claim)
 
+    # a directory that is gone is not made again; where files are left, a clean-up has removed the temporary file alone
     def check_directory() -> None:
         if not store.sizes():
             raise FileNotFoundError(store.url)
@@ -336,6 +337,7 @@ def deletion_times(now_ns: int, grace: float = GRACE) -> CleanupTimes:
 
 def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[FileInfo, ...]:
     """Returns the files of a directory, and whether their processes are alive; `committed` is the save of the index."""
+    # before the listing: a file whose deletion ends in between would be taken for one that stays
     gone = names_being_deleted()
     listed = folder.entries()
     entries = {name: entry for name, entry in listed.items() if (entry.regular or entry.link) and name not in gone}
@@ -420,6 +422,7 @@ def index_of_save(folder: Store, save_id: str) -> bytes | None:
 
 def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     """Returns the files and state of a directory that is not part of a run."""
+    # before the index is read: a save that is committed in between must not be taken for one that was replaced
     files = file_facts(folder, now_ns, committed=None)
     status, save_id, problem = "complete", None, ""
     try:
@@ -597,4 +600,5 @@ def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
     with contextlib.suppress(Exception):
         removal = plan_removal(store, time.time_ns())
         if isinstance(removal, Removal):
+            # the directory stays, as a save writes there
             remove_leftovers(store, msgspec.structs.replace(removal, directory=False))
