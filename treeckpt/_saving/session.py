@@ -171,6 +171,7 @@ class Session:
 
     def after_fork(self) -> None:
         """In a forked child: replaces what belongs to the parent."""
+        # a thread of the parent may have held it at the fork, and nobody here would release it
         self.starting = threading.Lock()
         self.writer.disown()
         self.pool = ArenaPool(on_close=self.writer.detach)
@@ -216,6 +217,7 @@ def wait_at_exit(pending: Pending) -> bool:
     with _ENDING.lock:
         if is_ending() or not call_at_end(_finish):
             return False
+        # saves that have ended well are dropped, or the set would hold all saves of the process
         _ENDING.pending = {save for save in _ENDING.pending if not save.done() or save.unreported_error is not None}
         _ENDING.pending.add(pending)
         return True
@@ -235,6 +237,7 @@ def reset_after_fork(fork_aware: ForkAware) -> None:
 
 
 def _after_fork() -> None:
+    # without the lock: a thread of the parent may have held it at the fork
     fork_aware = list(_ENDING.fork_aware)
     _ENDING.pending, _ENDING.lock = set(), threading.RLock()
     for each in fork_aware:
