@@ -86,6 +86,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, la
                 continue
             children = taken.children
         if id(node) not in met:
+            # the node is kept: the id of one that is gone may be given to another
             met[id(node)] = node
             if layouts:
                 nodes.extend(children)
