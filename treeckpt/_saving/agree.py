@@ -300,6 +300,7 @@ class _Agreement:
                         self._begin_look()
                     self._describe(tree)
             except Exception as failed:
+                # raised in the step below, by which all ranks learn of it
                 error = wrap_write_error(failed, self.store.url)
         with self.recorder.span("agree"):
             if self.exchange is not None:

@@ -85,6 +85,7 @@ class ProcessChannel:
 
 def start_in_child(fd: int, parent: int) -> ProcessChannel:
     """Has this new process ignore the training's signals, run at low priority and end with its parent."""
+    # the training may handle these and wait for its saves, which this process writes
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -206,6 +206,7 @@ class _Ending:
         self.pending: set[Pending] = set()
         self.fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # reentrant: a signal handler may make a call while this thread holds it
         self.lock = threading.RLock()
 
 
@@ -256,6 +257,7 @@ def _finish() -> None:
             _wait(save)
     except KeyboardInterrupt:
         _print("interrupted while waiting for saves in the background")
+    # after the saves, which these processes write
     for session in list(_ENDING.sessions):
         session.writer.end()
     lost = [save for save in pending if not save.done() or save.unreported_error is not None]

@@ -447,6 +447,7 @@ class InlineWriter:
             self._timings_over.wait()  # unlike the join of a thread, it can be interrupted
 
     def end(self) -> None:
+        # rank 0 alone learns here whether the save is committed
         late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
         if self._record is not None:
             self._record.end(wait=not late)

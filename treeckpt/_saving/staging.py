@@ -183,6 +183,7 @@ class ArenaPool:
             free = sorted((a for a in self._arenas if a.lease is None), key=attrgetter("nbytes"))
             arena = next((a for a in free if a.nbytes >= nbytes), None)
             if arena is not None:
+                # no arena is smaller than the granularity
                 small = nbytes * 2 < arena.nbytes and arena.nbytes > ARENA_GRANULARITY
                 arena.underused = arena.underused + 1 if small else 0
             if arena is None or arena.underused >= UNDERUSED_LEASES:

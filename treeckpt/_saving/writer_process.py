@@ -168,6 +168,7 @@ class WriterProcess:
         """Starts the process if none is running; raises OSError if it cannot."""
         if self.alive:
             return
+        # the socket of a process that has ended is still open
         self.end()
         package = Path(__file__).resolve().parents[1]
         ours, theirs = socket.socketpair()
