@@ -318,6 +318,7 @@ def writes_of(leaf: ArrayLeaf, assignment: Assignment, rank: int) -> list[Region
     position = position_of(layout.mesh, rank)
     if position is None:
         return []
+    # an array without elements is one chunk, of the first rank of its mesh
     if not leaf.nbytes:
         return [] if position else [Region.whole(leaf.shape)]
     replica = 0
