@@ -131,6 +131,7 @@ def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Ite
         kinds: dict[tuple[str, bool, bool], list[_Stored]] = {}
         # in the order of the leaves: the first of equal ones keeps the array
         for leaf, array, storage in (stored[number] for number in sorted(group)):
+            # an alias is made by the library of its array, in elements of its dtype
             key = (array.dtype, array.kind == "numpy", leaf.per_rank is not None)
             kinds.setdefault(key, []).append((leaf, array, storage))
         for alike in kinds.values():

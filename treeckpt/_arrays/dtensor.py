@@ -107,6 +107,7 @@ def _placement(placement: Any, path: str, ndim: int) -> Placement:
             hint="Redistribute it to Replicate or Shard first",
         )
     dim = placement.dim % ndim if ndim else placement.dim
+    # only a strided shard has one, whose class is private to torch
     factor = getattr(placement, "split_factor", None)
     return Shard(dim) if factor is None else StridedShard(dim, int(factor))
 

@@ -148,6 +148,7 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
     if spec.regions is None and array.size and array.flags.c_contiguous:
         return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
+    # the ellipsis has numpy return an array, and no scalar, for a box without dimensions
     return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 
 

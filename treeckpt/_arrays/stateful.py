@@ -115,6 +115,7 @@ def is_optimizer(value: object) -> bool:
     One that acts as an optimizer and has one in an attribute need not have groups itself.
     """
     methods = "state_dict", "load_state_dict"
+    # a class has the methods of its instances
     if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
         return False
     if hasattr(value, "param_groups"):

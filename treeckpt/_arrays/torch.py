@@ -77,6 +77,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Returns the kind of a tensor in its spec: "parameter", "buffer" or "tensor"."""
+    # the class is compared first: `isinstance` of a Parameter runs code of its metaclass
     if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
         return "parameter"
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # as isinstance(tensor, Buffer) does
