@@ -384,6 +384,7 @@ def load_async(
     together = options.pop("together", False)
     comm = as_comm(options.pop("comm", None), sends_messages=together)
     hint = f"On {comm.size} ranks these exchange messages while they load so: use load, on every rank"
+    # options are checked here, so that this call refuses them, and not `result`
     read = read_of(options.get("read"), "load_async", {"once": hint} if comm.size > 1 else {})
     fallback_of(options.get("fallback"), "load_async", {"on_corrupt": hint} if comm.size > 1 else {})
     talk = background_comm(comm) if together else comm

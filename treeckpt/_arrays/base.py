@@ -30,6 +30,7 @@ class PartsNeeded(TreeError):
     """A sparse or nested tensor, which is saved and filled as its parts, has not been taken apart."""
 
 
+# numpy has no integer of 16 bytes
 _RAW = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"), 16: np.dtype("<c16")}
 
 

@@ -74,6 +74,7 @@ def describe_tree(
     unplaced: dict[Any, str] = {}
     here = rank if members is None else members[rank]
     for path, leaf in leaves:
+        # most paths have no such text: to look for it is cheaper than to split them
         own = "~rank" in path and mark in path.split("/")
         if own:
             path = index_path(path, rank)
@@ -128,7 +129,9 @@ def _with_aliases(specs: list[LeafSpec], sources: dict[str, ArraySource]) -> Ite
     aliases: dict[str, LeafSpec] = {}
     for group in overlapping_groups(starts, stops):
         kinds: dict[tuple[str, bool, bool], list[_Stored]] = {}
+        # in the order of the leaves: the first of equal ones keeps the array
         for leaf, array, storage in (stored[number] for number in sorted(group)):
+            # an alias is made by the library of its array, in elements of its dtype
             key = (array.dtype, array.kind == "numpy", leaf.per_rank is not None)
             kinds.setdefault(key, []).append((leaf, array, storage))
         for alike in kinds.values():
@@ -229,6 +232,7 @@ def piece_digests(described: DescribedTree, compare: Comparison, *, world: int) 
             if (part := _compared(piece, itemsize, compare)) is not None:
                 groups.setdefault((layout.mesh.shape, copies), {})[piece_key(spec.path, piece.region)] = part
     digests = iter(digests_of([part for group in groups.values() for part in group.values()]))
+    # the group stands first: at its end `zip` takes no digest of the next group
     return [dict(zip(group, digests, strict=False)) for group in groups.values()]
 
 
@@ -250,6 +254,7 @@ def box_digests(
                 if (part := compared(part, compare)) is not None:
                     numbers.append(number)
                     parts.append(part)
+    # several pieces of this rank may hold one box with equal content, which is sent once
     return list(dict.fromkeys(zip(numbers, digests_of(parts), strict=True)))
 
 

@@ -45,6 +45,7 @@ def local_of(leaf: Any, path: str, rank: int) -> tuple[MeshLayout, torch.Tensor]
     layout = layout_of(leaf, path)
     local = part_of(leaf)
     shape = local_shape(layout, tuple(leaf.shape), rank)
+    # two empty shapes may differ: there is nothing to write
     if shape is not None and tuple(local.shape) != shape and math.prod(shape) + local.numel() > 0:
         raise LayoutError(
             path,
@@ -64,8 +65,10 @@ def _plain(local: Any) -> torch.Tensor:
     local = local.detach()
     if type(local) is torch.Tensor:
         return local
+    # the result of a collective that may be under way
     if hasattr(local, "wait"):
         return local.wait()
+    # a class that answers to operators by itself may keep its elements elsewhere than in its storage
     own_storage = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore
     return local if own_storage else local.as_subclass(torch.Tensor)
 
@@ -104,6 +107,7 @@ def _placement(placement: Any, path: str, ndim: int) -> Placement:
             hint="Redistribute it to Replicate or Shard first",
         )
     dim = placement.dim % ndim if ndim else placement.dim
+    # only a strided shard has one, whose class is private to torch
     factor = getattr(placement, "split_factor", None)
     return Shard(dim) if factor is None else StridedShard(dim, int(factor))
 

@@ -90,6 +90,7 @@ def source(leaf: np.ndarray, path: str, rank: int) -> ArraySource:
     if leaf.dtype.byteorder == ">":
         return ArraySource(spec, None, (SourcePiece(whole, _BigEndianReader(leaf)),))
     storage = None
+    # with a negative stride the first element is not at the lowest address; views count in whole elements
     if leaf.size and all(step >= 0 and step % leaf.itemsize == 0 for step in leaf.strides):
         strides = None if leaf.flags.c_contiguous else tuple(step // leaf.itemsize for step in leaf.strides)
         nbytes = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.strides, strict=True)) + leaf.itemsize
@@ -147,6 +148,7 @@ def empty(spec: ArraySpec, path: str, device: str | None, *, allocate: Allocate 
     if spec.regions is None and array.size and array.flags.c_contiguous:
         return ArrayTarget(spec, array, (TargetPiece(Region.whole(spec.shape), _memory(array)),))
     raw = array.view(raw_dtype(dtype.itemsize))
+    # the ellipsis has numpy return an array, and no scalar, for a box without dimensions
     return ArrayTarget(spec, array, local_pieces(spec, lambda box: HostArray(raw[(*box, ...)])))
 
 

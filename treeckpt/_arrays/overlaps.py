@@ -200,6 +200,7 @@ def is_equal(spec: ArraySpec, fill: FillTargets, limit: int) -> bool:
     """Returns whether targets 0 and 1 have the same new content, in the regions and the dtype of a spec."""
     itemsize = dtype_of(spec.dtype).itemsize
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    # of each part both targets are read at the same time
     most = max(1, limit // 2 // itemsize)
     parts = (tile for region in regions if region.size for tile in tiles(region, most))
     overlaps = (Overlap((0, 1), ((part,), (part,)), (itemsize, itemsize)) for part in parts)

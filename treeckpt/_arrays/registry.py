@@ -437,6 +437,7 @@ MAX_VALUE_NBYTES = 4096
 """The bytes of a text in UTF-8, or of bytes, up to which they are stored in the index."""
 BLOB_TYPES = (bytes, bytearray, str, io.BytesIO)
 Blob = bytes | bytearray | str | io.BytesIO
+# a text of Python may hold lone surrogates, which strict UTF-8 refuses
 _TEXT = ("utf-8", "surrogatepass")
 _POSITION = "<Q"
 _POSITION_NBYTES = 8
@@ -448,6 +449,7 @@ def blob_source(value: Blob) -> ArraySource | None:
     What can grow is copied, because it could not while an array uses its memory. Returns None for a short value, for
     one of a subclass, as numpy has them, and for a BytesIO that was closed or has attributes.
     """
+    # a character has at most 4 bytes in UTF-8: short texts need not be encoded
     if type(value) not in BLOB_TYPES or (not isinstance(value, io.BytesIO) and 4 * len(value) <= MAX_VALUE_NBYTES):
         return None
     if isinstance(value, io.BytesIO):

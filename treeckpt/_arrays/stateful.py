@@ -86,6 +86,7 @@ def holds_stateful(tree: Any, namespace: str = "", *, mappings: bool = False, la
                 continue
             children = taken.children
         if id(node) not in met:
+            # the node is kept: the id of one that is gone may be given to another
             met[id(node)] = node
             if layouts:
                 nodes.extend(children)
@@ -114,6 +115,7 @@ def is_optimizer(value: object) -> bool:
     One that acts as an optimizer and has one in an attribute need not have groups itself.
     """
     methods = "state_dict", "load_state_dict"
+    # a class has the methods of its instances
     if isinstance(value, type) or not all(hasattr(value, name) for name in methods):
         return False
     if hasattr(value, "param_groups"):

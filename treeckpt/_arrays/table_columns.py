@@ -61,6 +61,7 @@ class _ReorderedRows:
         wanted, made = self._order[rows], target.view(self._rows.dtype)
         step = max(1, GATHER_NBYTES // self._rows.itemsize)
         parts = [slice(low, low + step) for low in range(0, len(wanted), step)]
+        # by default numpy would buffer `out` to raise for numbers out of range, of which there are none
         self._together([partial(np.take, self._rows, wanted[part], out=made[part], mode="clip") for part in parts])
 
 
@@ -104,6 +105,7 @@ def column_source(
     start, stop = table.owned
     if column.kind == "offsets":
         starts = held.arranged.starts
+        # a copy, which `shift_offsets` changes in place
         offsets = starts[:-1] if own else starts[start:stop].copy()
         spec = ArraySpec((table.spec.buckets,), INT64, kind="numpy")
         layout = None if own else BoxLayout(((rank, Region((start,), (stop - start,))),))

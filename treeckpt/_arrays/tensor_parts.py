@@ -123,6 +123,7 @@ def _node(
 def _shape_of(leaf: Any) -> tuple[int, ...]:
     """Returns the shape of a tensor; -1 for a dimension whose length differs between the members of a nested one."""
     if not leaf.is_nested or leaf.layout is torch.jagged:
+        # the length that differs is a symbolic integer
         return tuple(n if type(n) is int else -1 for n in leaf.shape)
     sizes = leaf._nested_tensor_size()
     same = (sizes == sizes[:1]).all(0).tolist() if len(sizes) else []
@@ -238,6 +239,7 @@ def _build_dtensor(made: TensorParts, path: str) -> Any:
     layout = made.node.layout
     assert layout is not None, "a distributed tensor has a layout"
     shape = local_shape(layout, made.node.shape, made.spread.mesh.get_rank())
+    # a rank outside of the mesh has an empty local tensor
     shape = (0,) if shape is None else shape
     local = _join(made.node, parts, shape, c_strides(shape, 1), path)
     if local is None:

@@ -77,6 +77,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Returns the kind of a tensor in its spec: "parameter", "buffer" or "tensor"."""
+    # the class is compared first: `isinstance` of a Parameter runs code of its metaclass
     if type(tensor) is not torch.Tensor and isinstance(tensor, Parameter):
         return "parameter"
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"  # as isinstance(tensor, Buffer) does
@@ -122,6 +123,7 @@ def plain_info(leaf: torch.Tensor) -> PlainTensorInfo:
 
 def plain_memory(leaf: torch.Tensor, info: PlainTensorInfo) -> HostMemory | None:
     """Returns the memory of a plain tensor; None where it is not contiguous, or its storage is too short."""
+    # the memory of a negative view holds the opposite numbers; conjugate ones have no plain dtype
     if not info.nbytes or not leaf.is_contiguous() or leaf.is_neg():
         return None
     size = leaf.dtype.itemsize
@@ -272,6 +274,7 @@ def start_copy_to_host(part: torch.Tensor, out: torch.Tensor) -> Callable[[], No
         stream.wait_stream(torch.cuda.current_stream(part.device))
     with torch.cuda.stream(stream):
         out.copy_(part, non_blocking=True)
+    # else the allocator could give a temporary's memory to the training before the copy has ended
     part.record_stream(stream)
     return stream.synchronize
 
@@ -597,6 +600,7 @@ def in_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tenso
     from torch.distributed.tensor import DTensor
 
     given: Any = tensor
+    # the spec is copied, as the given tensor keeps its own strides
     part, spec = part_of(given), copy.copy(given._spec)
     spec.tensor_meta = spec.tensor_meta._replace(stride=strides_in(tuple(tensor.shape), order, 1))
     return DTensor(_new(tuple(part.shape), part.dtype, part.device, None, order), spec, requires_grad=False)
@@ -626,6 +630,7 @@ def _checked_device(device: str, path: str) -> torch.device:
     """
     try:
         where = torch.device(device)
+        # only an allocation shows that the device is there
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises an AssertionError
         raise MismatchError(
@@ -696,6 +701,7 @@ def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, .
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
     """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
     chunks = [held.chunks for leaf in leaves if type(leaf) not in PLAIN_CLASSES and (held := described(leaf, ""))]
+    # the chunks of a tensor that describes itself are tensors with counters of their own
     torch.autograd.graph.increment_version([*leaves, *(tensor for found in chunks for _, tensor in found)])
 
 

@@ -79,9 +79,9 @@ from .shard_writer import IndexContent, PathLook, SaveInfo, first_progress
 # what the ranks say ---------------------------------------------------------------------------------------------------
 
 Boxes = tuple[tuple[str, Region], ...]
-"""(path, box) of what several listed pieces of an array hold."""
+"""The boxes that several listed pieces of an array hold, as (path, box)."""
 BoxDigests = list[tuple[int, bytes]]
-"""(number of the box, digest), for each piece of a rank that holds it."""
+"""The digests of boxes, as (number of the box, digest), for each piece of a rank that holds one."""
 
 
 class RankProposal(msgspec.Struct, array_like=True):
@@ -256,6 +256,7 @@ def agree(
             agreed = agreement.run(tree)
             return agreed
         finally:
+            # of a save that is skipped or fails here no writer ends the record
             if agreed is None and agreement.record is not None:
                 agreement.record.end()
 
@@ -294,10 +295,12 @@ class _Agreement:
         if error is None and not self.previous.running:
             try:
                 with self.recorder.span("flatten"):
+                    # before the tree is described: an object store answers meanwhile
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
                     self._describe(tree)
             except Exception as failed:
+                # raised in the step below, by which all ranks learn of it
                 error = wrap_write_error(failed, self.store.url)
         with self.recorder.span("agree"):
             if self.exchange is not None:
@@ -334,6 +337,7 @@ class _Agreement:
         if self.decision.representatives:
             merged = exchange.step(self._rank_tree, self._merge, MergedTree)
             if merged.global_tree is not None:
+                # later saves with this plan send no inventories: these paths say which digests others have too
                 self.comm.state.put(CommonPaths(self.decision.key, frozenset(merged.common)))
         # 4. Compare the contents of listed pieces that overlap
         self.boxes = merged.boxes
@@ -350,6 +354,7 @@ class _Agreement:
     def _finish_look(self) -> None:
         """Waits for rank 0's look; of one rank not for that of an object store, which goes on beside the next steps."""
         if self.record is not None:
+            # the plan of a new tree is not computed yet: this rank writes at most the bytes that it holds
             plan = self._kept_plan()
             self.record.expect(plan.own.nbytes if plan is not None else self.described.nbytes)
         if self.look is not None and not (self.exchange is None and self.store.traits.conditional):
@@ -434,9 +439,11 @@ class _Agreement:
             merged: the global tree; None if this rank has kept it, or all inventories are equal.
         """
         contested = self.comm.state.get(ContestedBoxes)
+        # the boxes follow from the inventories alone: they are found once for a key
         if contested is None or contested.key != self.decision.key:
             if merged is None and (kept := self._kept_plan()) is not None:
                 merged = kept.global_tree
+            # only listed pieces can overlap: without them the global tree need not be made here
             if merged is None and any(isinstance(leaf.layout, BoxLayout) for leaf in self.described.inventory.leaves):
                 merged = self._replicated_tree()
             contested = ContestedBoxes(self.decision.key, overlapping_pieces(merged) if merged is not None else [])
@@ -461,6 +468,7 @@ class _Agreement:
     def _merge(self, received: dict[int, bytes]) -> Conclusion[MergedTree]:
         """Rank 0's reply to the trees: merges them, and compares what replicas must share."""
         trees = {rank: decode_msgpack(message, RankTree) for rank, message in received.items() if message}
+        # in reverse, so that the value of the first rank is kept where several have the path
         self.values = {path: value for each in reversed(trees.values()) for path, value in each.values.items()}
         merged = None
         if not self.decision.plan_is_cached:  # shapes are compared before contents
@@ -499,8 +507,10 @@ class _Agreement:
         """
         limit, kept = self.options.max_shard_bytes, self._kept_plan()
         if kept is not None:
+            # the key covers the inventories, and not the limit
             if kept.max_shard_bytes == limit:
                 return kept
+            # ranks that have all kept the plan have sent no inventories
             merged = merged or kept.global_tree
         plan = compute_plan(self.decision.key, merged or self._replicated_tree(), self.comm.rank, limit)
         self.comm.state.put(plan)
@@ -517,6 +527,7 @@ class _Agreement:
             error = wrap_write_error(failed, self.store.url)
         content = None
         if rank == 0:
+            # a rank alone makes no proposals
             own_values = {0: self.described.own_values} | {r: each.own_values for r, each in self.proposals.items()}
             listed = tuple(Sidecar(name, len(data), self.file_digests[name]) for name, data in self.files.items())
             content = IndexContent(

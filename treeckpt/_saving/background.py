@@ -83,6 +83,7 @@ def save_async_tree(
         if agreed is None:
             return Pending(store.url, skipped=True)
         with agreed.given_up_on_error():
+            # waited for before the copy, so that this call raises what forbids the save
             agreed = agreed.looked()
             if agreed.plan is None:  # the others learn it from the report, and all raise the same error
                 writer = InlineWriter(store, agreed.info, None, recorder, error=agreed.error, record=agreed.record)
@@ -96,6 +97,7 @@ def save_async_tree(
             if background.writer == "process" and not is_ending():
                 save.start_process()
             # 3. Copy the tree to staging memory
+            # here, also for lazy staging: the current streams of a device are those of the calling thread
             order_device_copies()
             if background.staging == "copy":
                 save.stage()
@@ -107,6 +109,7 @@ def save_async_tree(
                 # or here: the process ends, or may have no more threads
                 if not is_ending():
                     _log.warning("%s: the calling thread writes, as none can be started", store.url)
+                # this call raises the error of the save: the end of the process is not to report it too
                 forget_at_exit(pending)
                 save.run(here=True)
                 pending.result()
@@ -157,6 +160,7 @@ class _BackgroundSave:
                     stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
         except Exception as error:
             self._error = wrap_write_error(error, agreed.store.url)
+        # else the tree's memory would be held until the save has ended
         agreed.sources.clear()
         self._pending.set_staged(self._error)
 
@@ -231,6 +235,7 @@ class _BackgroundSave:
             self._release()
             self._end_record()
             self._pending.set_finished(None, error)
+            # the caller raises the error: the next save is not to fail with it
             self._pending.take_unreported_error()
 
     def _end_record(self) -> None:
@@ -257,6 +262,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
         agreed = agree(store, tree, comm, options, Recorder(comm.rank), previous)
         assert agreed is not None, "planning is not skipped"
         if agreed.plan is None:
+            # a save reports this error to the other ranks; here nothing is saved
             raise agreed.error or AssertionError("a rank without a plan has an error")
         nbytes = _arena_nbytes(agreed.plan)
         lease = session.pool.lease(nbytes, cuda_pinning())

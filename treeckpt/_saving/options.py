@@ -182,6 +182,7 @@ def shard_limit(limit: object) -> int:
     """
     if limit is None:
         return UNLIMITED_SHARD
+    # True is an integer to Python, and would limit shards to one byte
     if isinstance(limit, bool) or not isinstance(limit, SupportsIndex) or operator.index(limit) < 1:
         hint = "None has each rank write one file"
         raise TreeckptError("max_shard_bytes", expected="bytes, 1 or more", found=f"{limit!r:.60}", hint=hint)
@@ -226,6 +227,7 @@ def check_files(files: Mapping[str, SidecarContent]) -> None:
             raise TreeError(f"files/{name!r:.80}", expected=NAME_RULE, found=f"{name!r:.160}")
         if not isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview)):
             raise TreeError(f"files/{name}", expected="a path or bytes", found=type(given).__name__)
+    # some file systems keep one file under names that differ in case
     for name in alike_names(files):
         raise TreeError(f"files/{name}", expected="names that differ not only in case", found="two that do")
 
@@ -243,6 +245,7 @@ def _read_path(name: str, given: str | os.PathLike[str]) -> bytes:
     path = os.fspath(given)
     expected, hint = f"a readable file at {path}", "Give a path on the host of rank 0, or the content as bytes"
     try:
+        # the byte beyond the limit shows a file that is too large, without reading it whole
         return read_head(Path(path), MAX_SIDECAR_NBYTES + 1)
     except CorruptError as error:
         raise TreeError(

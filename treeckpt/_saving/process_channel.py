@@ -24,7 +24,7 @@ _IO_PRIORITY = 2 << 13 | 7  # best effort, the lowest of its levels; the idle cl
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """The number of the system call, by machine."""
 _FRAME = struct.Struct("<QI")
-"""(bytes, descriptors) of a message."""
+"""The head of a message: its number of bytes, and that of its descriptors."""
 _MAX_FDS = 4
 passes_files = hasattr(socket, "send_fds")
 """Whether processes of this system can hand open files on; Windows has no such sockets, and no writer process."""
@@ -45,6 +45,7 @@ class ProcessChannel:
         try:
             self._socket.settimeout(timeout)
             frame = _FRAME.pack(len(data), len(fds))
+            # the descriptors go with the first bytes of the frame; the kernel may take less than all of it
             sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else 0
             self._socket.sendall(frame[sent:])
             self._socket.sendall(data)
@@ -58,6 +59,7 @@ class ProcessChannel:
             frame, fds, _, _ = socket.recv_fds(self._socket, _FRAME.size, _MAX_FDS)
             if not frame:
                 raise WriterGone("it ended")
+            # a stream may give less than the frame at once
             frame += self._receive_exactly(_FRAME.size - len(frame))
             nbytes, _ = _FRAME.unpack(frame)
             return bytes(self._receive_exactly(nbytes)), list(fds)
@@ -83,6 +85,7 @@ class ProcessChannel:
 
 def start_in_child(fd: int, parent: int) -> ProcessChannel:
     """Has this new process ignore the training's signals, run at low priority and end with its parent."""
+    # the training may handle these and wait for its saves, which this process writes
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -106,8 +109,10 @@ def _exit_with_parent(parent: int) -> None:
     except (OSError, AttributeError):
         fd = -1
     while os.getppid() == parent:
+        # without a pidfd, as before Linux 5.3 and on macOS, the parent is looked for now and then
         if fd >= 0:
             select.select([fd], [], [])
         else:
             time.sleep(0.5)
+    # `sys.exit` would end this thread alone
     os._exit(1)

@@ -106,6 +106,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> No
         if ended.faults and not ended.in_place:
             remove_files(store, written_names(agreed.info, agreed.plan))
     finally:
+        # after the removal: as long as the record stands, nobody takes the files for those of a save that has ended
         writer.end()
     if ended.faults:
         in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT

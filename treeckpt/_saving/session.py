@@ -171,6 +171,7 @@ class Session:
 
     def after_fork(self) -> None:
         """In a forked child: replaces what belongs to the parent."""
+        # a thread of the parent may have held it at the fork, and nobody here would release it
         self.starting = threading.Lock()
         self.writer.disown()
         self.pool = ArenaPool(on_close=self.writer.detach)
@@ -205,6 +206,7 @@ class _Ending:
         self.pending: set[Pending] = set()
         self.fork_aware: weakref.WeakSet[ForkAware] = weakref.WeakSet()
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # reentrant: a signal handler may make a call while this thread holds it
         self.lock = threading.RLock()
 
 
@@ -216,6 +218,7 @@ def wait_at_exit(pending: Pending) -> bool:
     with _ENDING.lock:
         if is_ending() or not call_at_end(_finish):
             return False
+        # saves that have ended well are dropped, or the set would hold all saves of the process
         _ENDING.pending = {save for save in _ENDING.pending if not save.done() or save.unreported_error is not None}
         _ENDING.pending.add(pending)
         return True
@@ -235,6 +238,7 @@ def reset_after_fork(fork_aware: ForkAware) -> None:
 
 
 def _after_fork() -> None:
+    # without the lock: a thread of the parent may have held it at the fork
     fork_aware = list(_ENDING.fork_aware)
     _ENDING.pending, _ENDING.lock = set(), threading.RLock()
     for each in fork_aware:
@@ -253,6 +257,7 @@ def _finish() -> None:
             _wait(save)
     except KeyboardInterrupt:
         _print("interrupted while waiting for saves in the background")
+    # after the saves, which these processes write
     for session in list(_ENDING.sessions):
         session.writer.end()
     lost = [save for save in pending if not save.done() or save.unreported_error is not None]

@@ -180,6 +180,7 @@ def _call_side_by_side(calls: Sequence[Callable[[], None]], at_once: int, writin
             writing.given_up.set()
             if not isinstance(error, Exception):
                 writing.on_interrupt(error)
+            # what has not begun is cancelled; the end of the `with` statement waits for the rest
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -214,6 +215,7 @@ def _write_in_place(writing: ShardWriting, file: ShardFile, writer: Writer) -> N
     finally:
         data.drain()
     writing.recorder.add("hash", start, start + data.hash_ns, file.plan.nbytes)
+    # aligned, as a write past the page cache needs it
     head = aligned_buffer(len(file.header))
     head[:] = with_hashes(file.header, data.hashes)
     writer.write(0, head)
@@ -239,6 +241,7 @@ class BufferedWriter:
         self._start = 0  # where the buffer goes in the data area
 
     def append_memory(self, memory: HostMemory, nbytes: int) -> None:
+        # also what just fits: a full buffer has to be submitted, as `advance` does
         if nbytes >= BUFFER - self._filled:
             self.append(memory.array)
             return
@@ -260,6 +263,7 @@ class BufferedWriter:
             self._append_bytes(part)
 
     def _append_bytes(self, data: np.ndarray) -> None:
+        # a write past the page cache takes memory from a page's start alone
         if self._filled == 0 and len(data) >= BUFFER and data.ctypes.data % PAGE_NBYTES == 0:
             data = self._write_in_place(data)
         if len(data) < BUFFER - self._filled:
@@ -301,6 +305,7 @@ class BufferedWriter:
         try:
             self._hash_and_write(block, nbytes, start)
         finally:
+            # also after an error: the caller waits for a buffer before it learns of the error
             if free is not None:
                 free.put(block)
 
@@ -459,8 +464,10 @@ def _upload(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:
     try:
         stayed = upload.send(writer, file.header)
     except StoreError:
+        # it may be sent again, and its bytes are to count once
         writing.count(-upload.counted)
         raise
+    # it is there already: the second hash ends after the last part was sent
     if not stayed:
         writing.store.delete(file.name)
         raise CheckpointError(
@@ -598,6 +605,7 @@ def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePie
     if not write.nbytes:
         return
     region, piece = write.region, piece_of(write, pieces)
+    # most leaves of an optimizer have a few bytes: to create an array for each takes longer than the copy
     if isinstance(piece.data, HostMemory) and write.nbytes <= MEMMOVE_LIMIT and region == piece.region:
         sink.append_memory(piece.data, write.nbytes)
     elif isinstance(piece.data, (HostArray, HostMemory)):

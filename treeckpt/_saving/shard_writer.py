@@ -42,7 +42,7 @@ from .options import CommonOptions
 from .shard_files import ShardFile, ShardSource, ShardWriting, write_files
 
 FileRow = tuple[int, int, int, int, int]
-"""(rank, part, stream, nbytes, header) of a shard."""
+"""A shard as (rank, part, stream, nbytes, header)."""
 PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
 """The hint of an error where publishing failed after its effect."""
 UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
@@ -196,6 +196,7 @@ class PathLook:
             try:
                 self.record.begin()
             except OSError as error:
+                # a checkpoint that forbids the save is reported before the full disk
                 names = self._checked(store.sizes())
                 if error.errno not in FULL:
                     raise
@@ -209,6 +210,7 @@ class PathLook:
 
     def _checked(self, names: dict[str, int]) -> dict[str, int]:
         """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
+        # a deletion that was killed has left the index under such a name
         if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
             names = self._store.sizes()
         if INDEX_NAME in names and not self._overwrite:
@@ -321,6 +323,7 @@ class InlineWriter:
             rows = [(info.rank, file.plan.part, file.plan.stream, file.plan.nbytes, len(file.header)) for file in files]
             return WriteReport(None, tuple(rows))
         except Exception as error:
+            # only then it is known whether the look at the path refuses the save, which is the error that is raised
             wait([future for future in (self._begun, self._recorded) if future is not None])
             if self._refusal is not None:
                 raise self._refusal from None
@@ -444,6 +447,7 @@ class InlineWriter:
             self._timings_over.wait()  # unlike the join of a thread, it can be interrupted
 
     def end(self) -> None:
+        # rank 0 alone learns here whether the save is committed
         late = not self._waits and (self._is_committed if self._info.rank == 0 else self.error is None)
         if self._record is not None:
             self._record.end(wait=not late)
@@ -451,6 +455,7 @@ class InlineWriter:
             self._wait_timings()
         if self._record is None:
             return
+        # of two saves that end at once the later one finds both ended, and removes what the index does not name
         if self._info.rank == 0 and not self._store.traits.conditional:
             with contextlib.suppress(Exception):  # the save has ended, with or without an error
                 clear_leftovers(self._store, self._store.sizes(), known=self._info.save_id)
@@ -496,6 +501,7 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
     for write in file.writes:
         leaf = plan.leaf(write.leaf)
         assert leaf.spec is not None, "arrays only are written"
+        # the plan has one path for all ranks; a shard names its own, as it has to explain itself
         path = leaf.path.replace("~rank*", f"~rank{info.rank}")
         entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
     return ShardHeader(
@@ -634,6 +640,7 @@ def index_may_be_published(store: Store, save_id: str, error: BaseException | No
     except CheckpointNotFound:
         return False
     except Exception:
+        # an index that cannot be read may be that of this save, whose files then have to stay
         return True
 
 
@@ -663,6 +670,7 @@ def write_timings(
         again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
             delete the checkpoint, they are then not created anew.
     """
+    # those of rank 0 are in its recorder, with what came after its report
     reported = (span for rank, report in reports.items() if rank for span in report.timings)
     names = sorted({report.host for report in reports.values()} - {""})
     hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)

@@ -64,6 +64,7 @@ def map_arena(fd: int, nbytes: int) -> np.ndarray:
 def _anonymous_file(nbytes: int) -> int:
     """Creates a file in memory; returns its descriptor."""
     if hasattr(os, "memfd_create"):
+        # the writer process gets it by a socket: no other child of the program is to inherit it
         fd = os.memfd_create("treeckpt-arena", os.MFD_CLOEXEC)
     else:
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -96,6 +97,7 @@ class Arena:
         if pin is not None:
             with contextlib.suppress(RuntimeError):  # the driver refuses: copies are slower, no more
                 unpin = pin(self.address, self.nbytes)
+                # the driver has allocated the pages that it pins
                 self._populated = self.nbytes
         # also where nobody closes it: arenas go with the comm whose saves they hold
         self._finalizer = weakref.finalize(self, _release, self.fd, unpin, os.getpid())
@@ -124,6 +126,7 @@ class Arena:
         if self._map is None:
             return
         self._finalizer()
+        # a map that is exported as an array cannot be closed
         del self.memory
         with contextlib.suppress(BufferError):  # an array still shows it: it goes with the last one
             self._map.close()
@@ -138,6 +141,7 @@ def _release(fd: int, unpin: Callable[[], None] | None, owner: int) -> None:
 
 
 def _populate(part: np.ndarray) -> None:
+    # where the kernel has no call for it, a write to each page makes the system allocate it
     if not madvise_populate(int(part.__array_interface__["data"][0]), len(part)):
         part[::PAGE_NBYTES] = 0
 
@@ -179,6 +183,7 @@ class ArenaPool:
             free = sorted((a for a in self._arenas if a.lease is None), key=attrgetter("nbytes"))
             arena = next((a for a in free if a.nbytes >= nbytes), None)
             if arena is not None:
+                # no arena is smaller than the granularity
                 small = nbytes * 2 < arena.nbytes and arena.nbytes > ARENA_GRANULARITY
                 arena.underused = arena.underused + 1 if small else 0
             if arena is None or arena.underused >= UNDERUSED_LEASES:
@@ -204,6 +209,7 @@ class ArenaPool:
 
 def order_device_copies() -> None:
     """Has copies from devices wait for the work that the calling thread has started on the devices so far."""
+    # a program that has not imported torch has no tensors on a device
     if "torch" in sys.modules:
         from .._arrays.torch import wait_for_current_streams
 
@@ -229,7 +235,7 @@ class HostCopyable(Protocol):
 
 
 ByteCopy = tuple[np.ndarray, np.ndarray]
-"""(target, source) of a copy, both uint8[n]."""
+"""A copy as (target, source), both uint8[n]."""
 
 
 class _MemorySink:
@@ -271,6 +277,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
             pieces, region = source.pieces(write.leaf), write.region
             data = pieces[0].data if pieces else None
             if (
+                # creating a numpy array for each small leaf takes longer than its copy
                 write.nbytes <= MEMMOVE_LIMIT
                 and type(data) is HostMemory
                 and len(pieces) == 1
@@ -285,6 +292,7 @@ def stage(source: ShardSource, memory: np.ndarray) -> None:
         for target, data in delayed
         for low in range(0, len(data), COPY_PART)
     ]
+    # before the wait for the devices, which copy meanwhile
     WorkerThreads(COPY_THREADS)(parts)
     for wait in device_copies:
         wait()

@@ -168,12 +168,15 @@ class WriterProcess:
         """Starts the process if none is running; raises OSError if it cannot."""
         if self.alive:
             return
+        # the socket of a process that has ended is still open
         self.end()
         package = Path(__file__).resolve().parents[1]
         ours, theirs = socket.socketpair()
         paths = [str(Path(path).absolute()) for path in dict.fromkeys((*sys.path, str(package.parent)))]
         numbers = (str(theirs.fileno()), str(os.getpid()))
+        # -I ignores PYTHONPATH, the user's site packages and the working directory: the search path is passed instead
         command = [sys.executable, "-I", "-c", _PROGRAM, *numbers, str(package), json.dumps(paths)]
+        # this process closes its copy of the other end: the stream ends with the writer process then
         with theirs, contextlib.ExitStack() as opened:
             opened.callback(ours.close)
             process = subprocess.Popen(
@@ -291,9 +294,11 @@ class ProcessWriter:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
             request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
             if self._record is not None:
+                # the process writes the record from here on
                 self._record.stop()
             report = decode_msgpack(self._call(request), WriteReport)
             if self._record is not None and report.fault is None:
+                # the process has written the record, and deletes it at `EndSave`
                 self._record.forget()
             return report
         except WriterGone as gone:
@@ -332,6 +337,7 @@ class ProcessWriter:
         """Ends a process that is of no more use; returns the error that says why."""
         self._is_gone = True
         pid, is_silent = self._process.pid, "silent" in str(gone)
+        # a process that is silent but runs would only be waited for
         how = self._process.end(grace=0.0 if is_silent else _END_GRACE)
         return CheckpointError(
             self._store.url,
@@ -426,6 +432,7 @@ class WriterServer:
         except Exception as error:
             self._error = error
         finally:
+            # the map of an arena has a copy of the descriptor
             for fd in fds:
                 os.close(fd)
 

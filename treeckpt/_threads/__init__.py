@@ -75,6 +75,7 @@ class ThreadPool(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
+        # queued before a thread is started: where none can be, the calls that wait are made here
         self._calls.put((future, partial(fn, *args, **kwargs)))
         self._threads = [thread for thread in self._threads if thread.is_alive()]  # none does in a forked child
         if len(self._threads) < self._limit:
@@ -126,6 +127,7 @@ def make_call(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         result = call()
+    # SystemExit and KeyboardInterrupt too: without a result the caller would wait for ever
     except BaseException as error:
         future.set_exception(error)
         del future, call  # the error refers to this frame

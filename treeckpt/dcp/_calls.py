@@ -67,6 +67,7 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
         return DcpReader(checkpoint_id) if reading else DcpWriter(checkpoint_id)
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
+    # of these very classes: a subclass may store in its own way
     if type(given) is FILE_SYSTEM_READER:
         return DcpReader(given.path)
     if type(given) is FILE_SYSTEM_WRITER and not given.transforms.extensions:
@@ -458,6 +459,7 @@ def load(
     with ended_together("load", f"{storage.url} load", comm):
         states |= states_of(state_dict)
         on_one_version(storage.path, fill)
+    # in one order on all ranks, as a `load_state_dict` may communicate
     for key in sorted(states):
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(states[key])

@@ -45,7 +45,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     path: DcpPath
     keys: tuple[Any, ...]
-    """Its keys in the saved tree."""
+    """The keys of the entry in the saved tree."""
     leaves: tuple[Leaf, ...]
     is_tensor: bool
     in_parts: bool = False

@@ -54,7 +54,7 @@ from ..errors import CheckpointExists, CheckpointNotFound, TreeckptError
 from ._names import DcpPath, Entry, entries_of, fill_tensors, load_values
 
 FILE_SYSTEM_WRITER, FILE_SYSTEM_READER = filesystem.FileSystemWriter, filesystem.FileSystemReader
-"""DCP's own, also after `install`."""
+"""The classes of DCP itself, also after `install`."""
 _WRITER_ARGUMENTS, _READER_ARGUMENTS = map(inspect.signature, (FILE_SYSTEM_WRITER, FILE_SYSTEM_READER))
 MARKER = b"A checkpoint of treeckpt: see index.json. This file is for programs that look for DCP's metadata.\n"
 
@@ -352,6 +352,7 @@ class SavedMetadata(dcp.Metadata):
         return metadata_of(_api.inspect(self._path), self._path)
 
     def __getattribute__(self, name: str) -> Any:
+        # fields with a default are attributes of DCP's class, so `__getattr__` would not be asked for them
         if name in _FIELDS:
             return getattr(object.__getattribute__(self, "_read"), name)
         return object.__getattribute__(self, name)
@@ -535,6 +536,7 @@ def _replace(name: str, old: Any, new: Any) -> None:
         if (
             isinstance(module, ModuleType)
             and vars(module).get(name) is old
+            # the modules of this package go on naming DCP's classes
             and not module.__name__.startswith(__package__ or "")
         ):
             setattr(module, name, new)

@@ -166,6 +166,7 @@ def bounded_span_boxes(box: Region, outer: Region, itemsize: int, *, limit: int,
         return
     stride = c_strides(outer.shape, itemsize)[dim]
     rows = max(1, limit // stride) if dense or stride <= gap else 1
+    # two parts at least, or the recursion would not end
     rows = min(rows, -(-box.shape[dim] // 2))
     for low in range(0, box.shape[dim], rows):
         part = box.replace_dim(dim, box.offset[dim] + low, min(rows, box.shape[dim] - low))

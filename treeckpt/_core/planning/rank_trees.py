@@ -161,6 +161,7 @@ def _subtrees_of_rank(structure: Structure) -> list[bytes]:
         node = waiting.pop()
         if isinstance(node, PerRankNode):
             found += [msgspec.json.encode(child) for child in node.children]
+        # None stands for a leaf: most nodes have nothing else
         elif node is not None and node.children.count(None) < len(node.children):
             waiting += node.children
     return found
@@ -244,6 +245,7 @@ def _check_equal_specs(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs) -> N
     if a.spec is not None and b.spec is not None:
         if a.spec.shape != b.spec.shape:
             raise _contradiction(a, b, ranks, others, "shape")
+        # kinds of arrays may differ, as tensor and parameter; a text or bytes is no array to the program
         if a.spec.kind != b.spec.kind and not BLOB_KINDS.isdisjoint((a.spec.kind, b.spec.kind)):
             raise _contradiction(a, b, ranks, others, "kind")
         if a.spec.dtype != b.spec.dtype and not _is_empty(b):
@@ -291,6 +293,7 @@ def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """
     holders: dict[str, dict[Region, int]] = {}
     for rank, key in keys:
+        # the key of a whole array is its path alone
         path, *numbers = key.rsplit(_SEPARATOR, 2)
         if len(numbers) == 2:
             region = Region(*(tuple(int(n) for n in text.split(",") if n) for text in numbers))

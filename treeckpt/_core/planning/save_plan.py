@@ -159,12 +159,14 @@ def _assign_stream(leaves: Sequence[ArrayLeaf], members: list[int], assignments:
     nominal = [_first_holding(leaves[i]) for i in members]
     total = sum(nbytes for nbytes, _ in nominal)
     parts = max(1, min(holders, total // MIN_QUOTA))
+    # where not all holders write, those that do are spread evenly over them
     writer = [part * holders // parts for part in range(parts)]
     start = 0
     for i, (n, shape) in zip(members, nominal, strict=True):
         # borders between quotas strictly inside this array
         low, high = start * parts // total, -(-(start + n) * parts // total)
         inside = [total * k // parts - start for k in range(low + 1, high)]
+        # an array that is not cut goes to the part in which its middle lies
         if n <= UNCUT_NBYTES or not inside or not shape:
             assignments[i] = ReplicaSplit(0, (), (writer[min((start + n // 2) * parts // total, parts - 1)],))
         else:
@@ -179,6 +181,7 @@ def _split_at_borders(
 
     If a holder has several cells, `nbytes` in all, each is cut alike, so a row is that row of all of them.
     """
+    # quotas differ by up to a row, so a row is to be small beside a quota
     grain = max(quota // 16, UNCUT_NBYTES)
     dim = next((d for d, n in enumerate(shape) if nbytes <= n * grain), shape.index(max(shape)))
     rows = shape[dim]
@@ -214,6 +217,7 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
     regular = bool(leaf.shape and regions) and grid_of(leaf.shape, offsets, ends) is not None
     owned: list[tuple[int, Region]] = []
     for region, rest in ((r, [r]) for r in regions) if regular else _disjoint(regions):
+        # the number of the rank decides between equal loads: every rank has to find the same writer
         rank = min(holders[region], key=lambda r: (loads.get(r, 0), r))
         for piece in rest:
             loads[rank] = loads.get(rank, 0) + piece.size * leaf.itemsize
@@ -314,6 +318,7 @@ def writes_of(leaf: ArrayLeaf, assignment: Assignment, rank: int) -> list[Region
     position = position_of(layout.mesh, rank)
     if position is None:
         return []
+    # an array without elements is one chunk, of the first rank of its mesh
     if not leaf.nbytes:
         return [] if position else [Region.whole(leaf.shape)]
     replica = 0
@@ -331,6 +336,7 @@ def writes_of(leaf: ArrayLeaf, assignment: Assignment, rank: int) -> list[Region
 def _replica_parts(cells: list[Region], split: ReplicaSplit, replica: int) -> list[Region]:
     """Returns the parts of cells that one replica writes."""
     dim = split.dim
+    # the last part ends with the cell, whose length differs from rank to rank
     bounds = (0, *split.cuts, 1 << 62)
     ranges = zip(bounds[:-1], bounds[1:], split.writers, strict=True)
     return [
@@ -402,6 +408,7 @@ def order_class(nbytes: int, align: int) -> int:
         return 0
     if nbytes % CACHE_LINE == 0:
         return 1
+    # the largest power of two that divides the alignment: elements of 12 bytes lie at multiples of 4
     return 7 - min(align & -align, 16).bit_length()
 
 
@@ -594,6 +601,7 @@ def _allocate(free: np.ndarray, array: ShardedArray) -> np.ndarray:
     """Returns offsets for the chunks of one array; a rank's second chunk in a class comes after its first."""
     slots = array.orders * free.shape[1] + array.ranks
     flat = free.reshape(-1)
+    # `flat[slots] += ...` adds once only to a slot that occurs twice
     if np.bincount(array.ranks).max(initial=0) <= 1:
         starts = flat[slots]
         flat[slots] += array.sizes
@@ -625,6 +633,7 @@ def _sharded_array(leaf: ArrayLeaf, assignment: Assignment) -> ShardedArray:
 
 def stream_offsets(ranks: np.ndarray, classes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
     """Returns where entries, in the order of the leaves, start in their rank's stream of data bytes: int64[n]."""
+    # this sort is stable: within a class the order of the leaves stays
     order = np.lexsort((classes, ranks))
     starts = np.empty(len(ranks), np.int64)
     starts[order] = _bytes_before(ranks[order], nbytes[order])
@@ -641,9 +650,10 @@ def _bytes_before(groups: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 # the whole plan -------------------------------------------------------------------------------------------------------
 
 Placement = tuple[dict[int, ChunkOffsets | SingleChunkOffset], list[int]]
-"""(the chunks of each array by its leaf's number, bytes that each rank writes)"""
+"""The chunks of each array by its leaf's number, and the bytes that each rank writes."""
 
 
+# `dict` gives `cached_property` a place for its result
 class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
     """What every rank writes: computed from the global tree alone, equal on all ranks but for `own`."""
 
@@ -671,7 +681,7 @@ class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int) -> GlobalPlan:
-    """Computes the plan of a global tree, the same in every process; raises LayoutError as `get_plan`."""
+    """Computes the plan of a global tree, the same in every process; raises LayoutError as `assign_writers`."""
     arrays = array_leaves(global_tree)
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)

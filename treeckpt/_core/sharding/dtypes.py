@@ -131,6 +131,7 @@ def normalize_dtype(dtype: object) -> str:
     given = cast(Any, dtype)
     cause = None
     try:
+        # known by name, as this room does not import torch
         if type(given).__module__ == "torch" and (text := str(given)).startswith("torch."):
             return dtype_of(text.removeprefix("torch.")).name
         if isinstance(given, np.dtype) or (isinstance(given, type) and issubclass(given, np.generic)):
@@ -162,6 +163,7 @@ def _fieldless_name(dtype: np.dtype[Any]) -> str:
     if dtype.type in _WIDTHS:
         prefix, width = _WIDTHS[dtype.type]
         name = f"{prefix}{dtype.itemsize // width}"
+    # the byte order is no part of a name: all arrays are stored in little-endian order
     if numpy_dtype(name) != dtype.newbyteorder("="):
         raise FormatError("dtype", expected=f"{numpy_dtype(name)!r}, which {name} stands for", found=f"{dtype!r}")
     return dtype_of(name).name

@@ -58,6 +58,7 @@ def _arithmetic_runs(column: np.ndarray) -> list[tuple[int, int, int]]:
     runs: list[tuple[int, int, int]] = []
     start = 0
     for end in ends.tolist():
+        # a single step from a number that the run before has taken
         if end < start:
             continue
         runs.append((int(column[start]), int(steps[start]), end - start + 2))

@@ -261,8 +261,10 @@ def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[LocalReg
         return ()
     dims: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(shape):
+        # a dimension without elements has one empty interval, or the product below would drop the region
         held = _held_intervals(size, _sharding_dims(layout, dim), position) or (((0, 0),) if size == 0 else ())
         local = itertools.accumulate((length for _, length in held), initial=0)
+        # `accumulate` gives one number more, the end of the last interval
         dims.append([(start, length, at) for (start, length), at in zip(held, local, strict=False)])
     return tuple(
         LocalRegion(Region(tuple(p[0] for p in box), tuple(p[1] for p in box)), tuple(p[2] for p in box))

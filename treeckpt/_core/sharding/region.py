@@ -219,6 +219,7 @@ def tiles(box: Region, limit: int) -> Iterator[Region]:
         yield box
         return
     dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    # at least one row: a single row that is too long is cut by the recursion
     step = max(1, limit // (box.size // box.shape[dim]))
     stop = box.offset[dim] + box.shape[dim]
     for low in range(box.offset[dim], stop, step):
@@ -353,6 +354,7 @@ def overlapping_groups(starts: Sequence[int], stops: Sequence[int]) -> list[list
         return []
     lows = np.array(starts, np.int64)
     order = np.argsort(lows, kind="stable")
+    # with this gap ranges that only touch stay apart
     _, members = coalesce(lows[order], np.array(stops, np.int64)[order], -1)
     sizes = np.bincount(members)
     ends = np.cumsum(sizes)
