@@ -115,6 +115,7 @@ def on_versions(
     """
     bank = _bank_of(path)
     given: list[Any] = [path] if bank is None else bank.paths
+    # who has opened them also does all again if one is replaced
     if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)
     with contextlib.ExitStack() as stack:
@@ -128,14 +129,17 @@ def on_versions(
             checkpoints = [opened() for opened in versions]
             try:
                 if known is not None:
+                    # once: the next try is there because this version was replaced
                     before, known = known, None
                     _take_known(checkpoints[0], before)
                 result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
                     return result
+            # all ranks that share their reads have learnt it: they try the next version together
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
+                # a rank that tried again alone would wait for ranks that do not: together they learn it by Replaced
                 if together or not _are_replaced(checkpoints, error):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
@@ -204,6 +208,7 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
             return _load(source, wanted, comm, own)
 
         with gc_paused():
+            # with shared reads a rank that begins again alone would leave the others waiting
             return in_parts_if_needed(run, always=bool(options.read.once))
 
     return on_versions(
@@ -275,6 +280,7 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
+            # an object asks for what it needs, on whichever ranks have it: no rank may wait for others here
             read = msgspec.structs.replace(options.read, copy=False, once=False)
             own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
             saved, report = _load(source, None, comm, own)

@@ -30,6 +30,7 @@ _FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "dequantize", "optional")
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups", "shards")
 _TEXTS = ("permute", "dtype", "src_dtype", "dst_dtype", "transpose", "block")
 _NAME = re.compile(r"(?:[\w.~/*:-]|\$\{[^{}]*\}|\$[A-Z][A-Z0-9_]*)+(?:\[[0-9]+:[0-9]+\])?(?:\^T)?")
+# commas outside of quotes and of brackets
 _SEPARATOR = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)(?![^\[]*\])""")
 
 

@@ -229,6 +229,7 @@ def send_regions(
     """
     sends, receives = transport.rank == sender, transport.rank in receivers
     for bucket in pack_regions(entries, limit) if sends or receives else ():
+        # the gaps between regions are sent too: zeros, and not what was in memory before
         data = np.zeros(bucket.nbytes, np.uint8) if sends else np.empty(bucket.nbytes, np.uint8)
         places = [(entry, _window(data, entry, offset)) for entry, offset in bucket.entries]
         if sends:
@@ -299,6 +300,7 @@ class _Gather:
                 self.contents.update(group)
             own = RankTree(self.described.inventory, self.contents, self.described.values)
             trees = gather_results(transport, "gather", lambda: own, RankTree, hint=HINT)
+            # in reverse: of equal values the one of the lowest rank is kept
             self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
             by_rank = dict(enumerate(trees))
             inventories = {rank: digest.inventory for rank, digest in enumerate(digests)}

@@ -338,6 +338,7 @@ def put_leaves(
             check_dtype(target.spec.dtype, source.spec.dtype, path)
         copies.append(_ArrayCopy(path, target, source, storage))
     _check_ties(copies)
+    # an array that stands at several places is filled once
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, matched, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
@@ -353,6 +354,7 @@ def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_Arr
             found=f"{stuck[0][1]!r:.60}",
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
+    # before the first byte: a copy that fails midway has changed arrays too
     mark_written(copy.target.leaf for copy in copies)
     for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
@@ -422,6 +424,7 @@ def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
         if source.storage is None:
             return False
         low, high = source.storage.range
+        # no range that begins earlier reaches so far
         near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
         return any(a < high and low < b for a, b in near)
 
