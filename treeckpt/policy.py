@@ -223,6 +223,7 @@ def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
     """Returns the checkpoints that have the policy's metric, the best first."""
     sign = 1 if policy.mode == "min" else -1
     rated = [info for info in steps if not math.isnan(info.metrics.get(policy.metric, math.nan))]
+    # The newest first: the second sort leaves those of equal metrics in this order.
     rated.sort(key=lambda info: info.age, reverse=True)
     return sorted(rated, key=lambda info: sign * info.metrics[policy.metric])
 
@@ -276,6 +277,7 @@ def _policy(word: str) -> Policy:
 
 
 def _count(text: str, *, least: int = 1) -> int:
+    # A number of 18 digits fits 64 bits.
     if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
         raise ValueError(f"{text!r} is not a number from {least} on")
     return int(text)

@@ -140,6 +140,7 @@ def _io_bytes() -> tuple[int, int]:
 def release_memory() -> None:
     """Returns freed memory to the system, so that every contender starts without warm memory."""
     gc.collect()
+    # Only glibc has it.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -192,6 +193,7 @@ def cached_fraction(directory: Path) -> float:
             if libc.mincore(view.ctypes.data, size, marks.ctypes.data) != 0:
                 raise OSError(ctypes.get_errno(), "mincore", str(path))
             there, total = there + int((marks & 1).sum()), total + len(marks)
+            # A map cannot be closed as long as an array refers to it.
             del view
     return there / total if total else 0.0
 
@@ -245,6 +247,7 @@ class RawLimits:
         start = time.perf_counter()
         with opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct) as fd:
             with contextlib.suppress(OSError):
+                # Not every file system can do that.
                 os.posix_fallocate(fd, 0, self.nbytes)
             self._each_block(threads, lambda at: _transfer(os.pwrite, fd, memory, at))
             os.fsync(fd)
@@ -257,6 +260,7 @@ class RawLimits:
             cached: reads through the page cache.
         """
         with opened(self._path, os.O_RDONLY if cached else os.O_RDONLY | self._direct) as fd:
+            # Where O_DIRECT is refused the read is buffered, and must not find the pages that the write left.
             if not cached:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if memory is None:
@@ -346,6 +350,7 @@ class Measurement:
         self.begin()
         save = partial(contender.save, self.directory, contender.prepare(state))
         trials = [self.trial(contender.name, "save", repetition, save, self.nbytes)]
+        # The first phase is the save, which was measured above.
         for phase in [*LIMITS][1:]:
             kind = phase.split()[0]
             if kind in contender.kinds:
@@ -431,6 +436,7 @@ def measure_work(work: Callable[[], State | None]) -> tuple[Usage, float, State 
     with Meter() as meter:
         loaded = work()
         if loaded is not None:
+            # A library may have mapped the file: it is loaded once every page was touched.
             touch(loaded)
         usage = meter.lap()
     start = time.perf_counter()

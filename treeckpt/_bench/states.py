@@ -172,6 +172,7 @@ def different_leaf(a: State, b: State) -> str | None:
 
 
 def _bits(leaf: torch.Tensor) -> torch.Tensor:
+    # A tensor without dimensions can be viewed as a dtype of the same width only.
     return leaf.contiguous().view(torch.uint8 if leaf.ndim else torch.int32)
 
 

@@ -119,6 +119,7 @@ def _dashboard(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return usage_error(f"the dashboard needs {error.name}; install it with: pip install 'treeckpt[dashboard]'")
     finally:
+        # What was imported stays to the end: later collections need not look at it.
         gc.freeze()
         gc.enable()
     try:

@@ -294,6 +294,7 @@ def _gc(options: argparse.Namespace) -> int:
     if problem := no_such_run(options.run_path):
         return usage_error(problem)
     run, alone = RunDirectory(options.run_path), is_checkpoint(options.run_path)
+    # A checkpoint may have steps of a run below it: such a path is cleaned as a run.
     alone = alone and not run.checkpoints()
     policies = _policies(options)
     problem = _no_run(options.run_path, run, policies) if alone else _no_runs(options.run_path, run)
@@ -329,6 +330,7 @@ def _rm(options: argparse.Namespace) -> int:
     if problem := no_such_run(options.run_path) or _no_runs(options.run_path, run):
         return usage_error(problem)
     planned, problems, absent = list[tuple[CheckpointInfo, Removal]](), list[str](), False
+    # A step that is named twice is deleted once.
     for step in dict.fromkeys(options.steps):
         try:
             planned.append(run.plan_deletion(step, force=True, grace=options.grace))
@@ -377,6 +379,7 @@ def _confirmed(what: str) -> bool:
     if not sys.stdin.isatty():
         fail("treeckpt: nothing was removed: --yes is needed where the input is no terminal")
         return False
+    # On the error stream, because the standard output may be read as JSON. `input` would write to that.
     sys.stderr.write(f"Delete {what}? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() in ("y", "yes"):

@@ -94,6 +94,7 @@ def add_show(commands: Commands) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     with stores_bar("reading the index", shown=progress_of(options)) as counted:
+        # It gets the index that `read_info` decodes, which then is not read again.
         read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))
         info = catalog.read_info(folder, follow=True, newest=read)
         if info.status == "partial" and not options.json:

@@ -64,6 +64,7 @@ def _verify(options: argparse.Namespace) -> int:
         found = catalog.scan(path) if catalog.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
+    # Only the bar needs it, for the total.
     info = None if shown is False else catalog.read_info(path, follow=True, or_unread=True)
     with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)

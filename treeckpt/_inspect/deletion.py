@@ -271,6 +271,7 @@ class _DirectoryState:
                 self.ours.append((file, owned))
         self.folder = msgspec.structs.replace(folder, pinned=any(owned.kind == "pin" for _, owned in self.ours))
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        # A lock of which it is not known whether its process runs counts as held.
         locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
         self.taking, self.repairing = "deleting" in locks, "repairing" in locks
         """Whether a process is about to take the index away, and may put it back, or to replace it."""

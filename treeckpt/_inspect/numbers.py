@@ -52,6 +52,7 @@ def as_numbers(raw: np.ndarray, dtype: str) -> np.ndarray | None:
     """
     raw = np.ascontiguousarray(raw)
     if dtype == "float4_e2m1fn_x2":
+        # A byte holds two numbers, the first in its lower half.
         codes = raw.view("u1")
         return _byte_values("float4_e2m1fn")[np.stack([codes & 15, codes >> 4], -1)]
     if _TORCH_INTS.fullmatch(dtype):
@@ -239,6 +240,7 @@ def merged(a: Moments, b: Moments) -> Moments:
     if n:
         share = b.finite / n
         mean = a.mean * (1 - share) + b.mean * share
+        # By halves, because the difference of the two sums may be beyond float64 in between.
         apart = 2 * (b.mean / 2 - a.mean / 2) if a.finite and b.finite else 0.0
         spread = math.hypot(a.spread, b.spread, apart * math.sqrt(a.finite * share))
     return Moments(
@@ -319,6 +321,7 @@ def _batch(numbers: np.ndarray) -> Moments:
     n, scale = len(values), 1.0
     squares = _sum_of_squares(values)
     if not MIN_SQUARES < squares < math.inf and (low or high):
+        # Divided by the largest one, no square overflows, and those that count do not underflow.
         scale = max(abs(low), abs(high))
         values = values / scale
         squares = _sum_of_squares(values)

@@ -159,6 +159,7 @@ class Outline:
         """
         rows = self._rows(None, 0, 1)
         for step in name.split(".") if name else ():
+            # No node has children of ten digits, and `int` raises another error for very long texts.
             position = int(step) if step.isascii() and step.isdigit() and len(step) < 10 else rows[-1].children
             if position >= rows[-1].children:
                 raise MismatchError(name[:80], expected="the positions of a node in the tree", found="no such node")
@@ -273,6 +274,7 @@ def outline_columns(index: Index) -> OutlineColumns:
         FormatError: the bytes of all leaves are more than fit 64 bits.
     """
     forms, form, counts, keys, edges = _nodes(index)
+    # The root has the number 0, so its first child has 1.
     child = np.concatenate([[0], np.cumsum(counts)]) + 1
     first, leaves = np.zeros(len(form), np.int64), (form == 0).astype(np.int64)
     levels = [(low, middle, high) for (low, middle), (_, high) in pairwise(pairwise(edges))]

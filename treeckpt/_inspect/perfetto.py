@@ -46,6 +46,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
     """Returns for each span the first track on which it lies inside the open span, or no span is open."""
     tracks = [0] * len(spans)
     opened: list[list[int]] = []
+    # Of spans that begin at one time the longest is first, as it is around the others.
     for at in sorted(range(len(spans)), key=lambda at: (spans[at].start_ns, -spans[at].stop_ns, at)):
         span, track = spans[at], 0
         while track < len(opened):

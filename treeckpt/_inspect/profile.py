@@ -66,9 +66,11 @@ def differing_clocks(timings: Timings) -> tuple[HostClock, ...]:
     ends = [(end, host) for end, host in zip(earliest.tolist(), hosts, strict=False) if end < MAX_TIME]
     if len(ends) < 2:
         return ()
+    # The lower median: it is the clock of a host, not the mean of two.
     usual = sorted(end for end, _ in ends)[(len(ends) - 1) // 2]
     reach = max(max(abs(span.start_ns), abs(span.stop_ns)) for span in timings.spans)
     clocks = [HostClock(host.name, host.ranks, end - usual) for end, host in ends]
+    # Times that were corrected by more would be beyond MAX_TIME.
     differing = [clock for clock in clocks if TOLERANCE_NS <= abs(clock.ahead_ns) < MAX_TIME - reach]
     return tuple(sorted(differing, key=lambda clock: -abs(clock.ahead_ns)))
 
@@ -185,6 +187,7 @@ class SpanColumns:
             ahead = ahead_by_rank(clocks)
             behind = np.array([ahead.get(one, 0) for one in rank.tolist()], np.int64)
             start, stop = start - behind, stop - behind
+        # Stable, because `parent` counts the spans of a rank as they were recorded.
         order = np.argsort(rank, kind="stable")
         rank, start, stop, nbytes, parent, name = (c[order] for c in (rank, start, stop, nbytes, parent, name))
         first = np.searchsorted(rank, rank)  # where the spans of its rank begin

@@ -58,6 +58,7 @@ def rank_unusual(paths: Iterable[str], columns: Mapping[str, np.ndarray]) -> Ran
     with np.errstate(all="ignore"):
         rms = np.where(finite > 0, columns["norm"] / np.sqrt(some), 0.0)
         largest = np.where(finite > 0, np.maximum(np.abs(columns["low"]), np.abs(columns["high"])), 0.0)
+        # The quotient is at most the root of the count: what is above that is an error of rounding.
         peak = np.where(rms > 0, np.minimum(largest / rms, np.sqrt(some)), 0.0)
         zero = (finite > 0) & (largest == 0)
         size_typical, peak_typical, zeros = (

@@ -145,6 +145,7 @@ def rank_groupings(world: int, hosts: Sequence[Host], index: Index | None) -> tu
             ranks, dim = mesh_ranks(mesh), mesh.names.index(name)
             where = np.unravel_index(np.arange(len(ranks)), mesh.shape)[dim]
             known = (ranks >= 0) & (ranks < world)
+            # Of several meshes with a dimension of this name, the first that has a rank, the largest, counts for it.
             free = known & (of[np.where(known, ranks, 0)] < 0)
             of[ranks[free]] = where[free]
         size = int(of.max(initial=-1)) + 1

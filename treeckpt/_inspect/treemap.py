@@ -65,6 +65,7 @@ def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]
     heap = [(-root.nbytes, 0, root)]
     while heap and len(boxes) < count - 1:
         _, at, row = heapq.heappop(heap)
+        # One place is kept for the box of the smaller ones.
         room = count - len(boxes) - 1
         children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
         shown = [child for child in children[:room] if child.nbytes > smallest]
@@ -215,6 +216,7 @@ def _by_group(
         boxes.append(TreemapBox(0, "", int(sums[rest].sum()), more=len(rest)))
     left = {at: int(sums[at]) for at in where}
     members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
+    # A place is kept in each group for the box of its smaller leaves.
     shown = np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))]
     shown = shown[(leaf[shown] >= 0) & (nbytes[shown] >= -(-total // MIN_SHARE)) & np.isin(group[shown], list(where))]
     rising = np.sort(leaf[shown]).tolist()

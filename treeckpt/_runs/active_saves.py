@@ -97,6 +97,7 @@ def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
         alive=alive,
         state=_state(alive, updated_ns, now_ns),
         heard_ns=max(max(record.alive_ns, record.updated_ns) for record in ranks.values()),
+        # One more than a sentence names, by which it knows that there are more.
         writing=tuple(record.rank for record in writing[: NAMED_RANKS + 1]),
         silent=tuple(islice((rank for rank in range(first.world) if rank not in ranks), NAMED_RANKS + 1)),
     )

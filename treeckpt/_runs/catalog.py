@@ -99,6 +99,7 @@ class LruStatCache:
                 self._found.move_to_end(key)
                 return _result(kept[1])
         try:
+            # Without the lock, so that several threads read at a time.
             result: T | TreeckptError = read()
         except StoreError:
             raise
@@ -113,6 +114,7 @@ class LruStatCache:
 
 def _result(kept: Any) -> Any:
     if isinstance(kept, TreeckptError):
+        # It is raised again for each caller: each time its traceback would grow, and keep the frames of the one before.
         raise kept.with_traceback(None)
     return kept
 
@@ -209,6 +211,7 @@ def _metrics(value: Value) -> dict[str, float]:
 
 
 def _is_number(value: object) -> bool:
+    # A larger integer does not fit a float.
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
@@ -609,6 +612,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
                 error=str(error),
             )
         for file, _ in (*summary.sizes, *summary.sidecars):
+            # What is there and no regular file is a link: this raises that it is not followed, which is no damage.
             if file not in files and file in entries:
                 check_missing(folder, file)
         info = _with_index(folder, summary, files, cache if timings else None)

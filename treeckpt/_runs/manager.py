@@ -130,6 +130,7 @@ class Manager:
         self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
+        # Under keys of their own, so that no message of the manager is taken for one of a save.
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
         self._history = SaveHistory(
@@ -456,6 +457,7 @@ class Manager:
             return None
         self._restored(found.step)
         report: RestoreReport = found.result
+        # Parts at the root for which no object was given: a last save from the objects here would lack them.
         unasked = [path for path in report.ignored if "/" not in path]
         if not unasked and (report.extra is None or options.get("extra") is not None):
             self._loop.tree = partial(training_state, model, optimizer, options)
@@ -601,6 +603,7 @@ class Manager:
         finally:
             self.schedule.close()
             self._loop.close()
+            # `wait` does not come to the clean-up where a save has failed.
             if timeout is None:
                 self.retention.wait()
 

@@ -70,6 +70,7 @@ def as_policies(keep: Keep) -> tuple[Policy, ...]:
     if keep is None:
         return (All(),)
     if isinstance(keep, SupportsIndex):
+        # A bool stays one here, and is refused by `check_policies`.
         policies: tuple[Policy, ...] = (Last(keep if isinstance(keep, bool) else operator.index(keep)),)
     else:
         listed = (keep,) if isinstance(keep, str) or not isinstance(keep, Sequence) else keep
@@ -135,6 +136,7 @@ def named_metrics(metrics: object, custom: Mapping[str, object]) -> dict[str, di
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
+            # torch warns where a tensor that requires gradients becomes a number.
             numbers[str(name)] = float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError) as error:
             raise TreeError(f"metrics/{name}", expected="a number", found=f"{value!r:.60}") from error
@@ -162,6 +164,7 @@ def check_can_restore(path: str, name: str, thing: Any, namespace: str) -> None:
         is_stateful(leaf) or abstract_of(leaf, at, 0) is not None or isinstance(leaf, MutableMapping)
         for at, leaf in leaves
     ]
+    # Each value becomes a new object, which differs from it: the dry run lists those that could not be put in place.
     marks = iter([leaf if keep else object() for keep, (_, leaf) in zip(kept, leaves, strict=True)])
     marked = replace_leaves(thing, marks, namespace=namespace)
     stuck = update_in_place(thing, marked, is_value=is_value, namespace=namespace, dry=True)

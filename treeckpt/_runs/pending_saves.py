@@ -146,6 +146,7 @@ class PendingSaves:
                 self._finish(save)
 
     def _finish(self, save: _PendingSave) -> None:
+        # The caller may have the error already, from `result` of the `Pending`.
         raised = save.pending.done() and save.pending.unreported_error is None
         try:
             save.pending.result()

@@ -331,6 +331,7 @@ class RegisteredState:
             result = _load(checkpoint, like, checkpoint.index, comm, options)
             if target:  # the registered objects alone
                 filling = {key: given for key, given in options.items() if key not in ONLY_OF_LOAD}
+                # A fill refuses both, which say how new arrays are made.
                 filling["read"] = msgspec.structs.replace(options["read"], mmap=False, copy=False)
                 rest = dict.fromkeys((key for key in _roots(checkpoint.index) if key not in target), ...)
                 _fill(checkpoint, {}, {**rest, **target}, comm, filling)
@@ -353,6 +354,7 @@ class RegisteredState:
 
         if not self:
             return restore(checkpoint, model, optimizer, comm=comm, **options)
+        # The globs of a training state mean `model/...` alone, so they choose nothing of what is registered.
         selection = _RegisteredSelection(checkpoint.index, {"strict": options.get("strict", True)})
         readers = self._plan_readers(checkpoint, selection, comm, options)
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
@@ -471,6 +473,7 @@ def _trees_with_optimizers(
 ) -> dict[str, TreeToFill]:
     """Returns the objects that hold optimizers, to be filled so that these take a state even if they have none yet."""
     namespace = options.get("namespace", "")
+    # Without torch nothing is an optimizer, and it is not imported to find that out.
     names = "torch" in sys.modules and [
         name
         for name, thing in things.items()
@@ -494,6 +497,7 @@ def _fill(
     """Fills a dict and further parts at the root of the tree, in one load."""
     tree = {**into, **parts}
     report = _api.load_into(checkpoint, tree, comm=comm, **options)
+    # The load may have put new values into `tree`, which is a copy of the caller's dict.
     into.update((key, tree[key]) for key in into)
     return report
 
@@ -507,6 +511,7 @@ def _load(checkpoint: Checkpoint, like: Any, index: Index, comm: Comm, options: 
         rest = [key for key in _roots(index) if key not in ours]
         select = options.get("select")
         if select is None:
+            # A key may have characters that mean something in a glob.
             select = [glob.escape(key_text(key)) for key in rest]
         tree = _api.load(checkpoint, comm=comm, **{**options, "select": select})
     return {key: value for key, value in tree.items() if key not in ours}

@@ -650,6 +650,7 @@ class CheckpointSelector:
         return index if index and (index.url, index.index.save_id) == (info.path, info.save_id) else None
 
 
+# Entries are told apart by identity: those of saves whose lineage is not known yet have equal fields.
 @dataclass(eq=False)
 class _HistoryEntry:
     """A restored checkpoint, or a save that was started."""

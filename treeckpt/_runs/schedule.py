@@ -86,6 +86,7 @@ class LoaderWorkers:
     def _starting(self, start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
         @wraps(start)
         def start_process(process: Any) -> None:
+            # The plus leaves out signals whose count is back at 0.
             blocked = +self._blocked
             if not blocked or not (getattr(process._target, "__module__", None) or "").startswith(_LOADERS):
                 start(process)
@@ -275,6 +276,7 @@ class SaveSchedule:
                 ) from error
             if number not in self._handlers:
                 LOADER_WORKERS.block([number])
+            # A second call finds the handler of the first one: what was there before both stays noted.
             self._handlers.setdefault(number, before)
         if fresh and self._handlers:
             TERMINATION.start_listening(rank_timeout)
@@ -287,6 +289,7 @@ class SaveSchedule:
             error: why there will be no further save: a signal that waits for one is raised again with its old handler.
         """
         for number, before in self._handlers.items():
+            # None stands for a handler that other code than Python's had installed, which Python cannot install again.
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         LOADER_WORKERS.unblock(self._handlers)
         if self._handlers:

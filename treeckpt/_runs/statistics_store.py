@@ -90,6 +90,7 @@ class _ColumnFiles(Generic[C]):
             head = decode_json(line, self._head)
             if (rows := head.rows) < 0 or path.stat().st_size - len(line) != 8 * rows * len(kinds):
                 return None
+            # Nothing of length 0 can be mapped.
             if not rows:
                 return head, {name: np.empty(0, kind) for name, kind in kinds.items()}
             starts = {name: len(line) + 8 * rows * number for number, name in enumerate(kinds)}
@@ -102,9 +103,11 @@ class _ColumnFiles(Generic[C]):
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
+                # The line is filled up, so that the columns of 8-byte numbers are aligned where the file is mapped.
                 file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
                 for name, kind in self._kinds.items():
                     file.write(np.asarray(columns[name], kind).tobytes())
+            # Readers, of other processes too, see the old file or the whole new one.
             Path(file.name).replace(self.directory / f"{key}.columns")
         except OSError:
             return False

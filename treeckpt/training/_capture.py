@@ -214,6 +214,7 @@ def _scheduler_state(scheduler: Any, optimizers: Sequence[NamedOptimizer], path:
         raise TreeError(
             "scheduler", expected="an object with state_dict and load_state_dict", found=type(scheduler).__qualname__
         )
+    # A scheduler may have its optimizer in its state; that is saved under `optimizer`, and stays empty here.
     saved = {id(optimizer) for live in optimizers for optimizer in (*optimizer_chain(live.optimizer), live.stateful)}
     states = object_states(scheduler.state_dict(), path, (scheduler,), apart=saved)
     live = optimizer_of(scheduler, optimizers)

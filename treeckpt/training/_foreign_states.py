@@ -212,6 +212,7 @@ class _Rearranged:
         for prefix, saved in state_dicts.items():
             self._add(prefix, saved, optimizer, groups)
         root: dict[Any, Any] = dict(self.root) | {"optimizer": optimizer, _GROUPS: groups}
+        # `training.load` names several models by their position, as text.
         if isinstance(self.root["model"].structure, ListNode):
             root["model"] = {str(number): part for number, part in self.root["model"].parts.items()}
         return _with_tree(self.index, _node(root))

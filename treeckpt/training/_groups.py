@@ -52,6 +52,7 @@ def is_same(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        # On the host, as torch.equal refuses tensors on two devices.
         return both and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
     if type(a) is not type(b):
         return False
@@ -62,6 +63,7 @@ def is_same(a: Any, b: Any) -> bool:
             return first == second and all(is_same(x, y) for (_, x), (_, y) in pairs)
         return is_same_value(a, b)
     except TreeError:
+        # A value of a kind that cannot be saved has no stored form to compare.
         return bool(a == b)
 
 
@@ -112,6 +114,7 @@ HeldValues = list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]
 
 def held_values(groups: Iterable[dict[str, Any]]) -> HeldValues:
     """Returns the values that groups have now, for `put_back`."""
+    # These alone may change in place; of any other value the object itself is the copy.
     kinds = Tensor, list, dict
     return [
         (group, {k: (v, copied_value(v) if isinstance(v, kinds) else v) for k, v in group.items() if k != "params"})
@@ -240,6 +243,7 @@ def match_groups(
                     common_value([(m, values[label].get(name, _ABSENT)) for m, label in places], f"{path}/{name}")
                 )
                 for name in names
+                # The name of a group is its label, not an option: a live group keeps its own.
                 if name != "name" and name not in keep
             }
         )
@@ -340,11 +344,13 @@ def match_schedulers(given: Any, saved: Any, optimizer_of: Callable[[Any], Any])
         there = dict(enumerate(saved))
     elif isinstance(saved, Mapping) and saved and all(isinstance(part, Mapping) for part in saved.values()):
         own: Any = here[None].state_dict() if is_single and is_stateful(given) else {}
+        # The state of one scheduler may have dicts alone too: the keys of its own state tell it from that of several.
         there = there if own.keys() & saved.keys() else dict(saved)
     lives = [optimizer_of(scheduler) for scheduler in here.values()]
     distinct = None not in lives and len({id(live) for live in lives}) == len(lives)
     listed = not any(isinstance(key, str) for key in (*here, *there))
     if there and distinct and listed and len({live.prefix for live in lives}) == 1:
+        # Parts that differ in more than their groups are matched one by one below.
         with contextlib.suppress(ValueError):
             state = _joined(list(there.values()))
             paths = [f"scheduler/{key}" if key in there and not is_single else "scheduler" for key in here]

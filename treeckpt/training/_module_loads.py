@@ -101,6 +101,8 @@ class ModuleLoad:
         self.casts: dict[str, str] = {}
         """The saved dtype of each tensor that has another one here, by clean name."""
         modules = {raw.rpartition(".")[0]: None for raw in self.live} | dict.fromkeys(self.live_metadata)
+        # A wrapper and what it wraps have one clean name. The one in which entries stand is the first of `modules`:
+        # reversed, it replaces the others.
         self.raw_modules = {self.clean_module(raw): raw for raw in reversed(modules)} | {name: ""}
         """The name of each module in its own state dict, by clean name."""
         self.raw_modules |= {self.clean_module(raw): raw for raw in modules if raw and self.clean_module(raw) == name}
@@ -316,6 +318,7 @@ def _below(names: Sequence[str], above: str) -> Sequence[str]:
     """Returns those of sorted names that stand at or below a module."""
     if not above:
         return names
+    # The character "/" follows ".": between the two places stand exactly the names that begin with `above.`.
     return names[bisect.bisect_left(names, f"{above}.") : bisect.bisect_left(names, f"{above}/")]
 
 
@@ -402,6 +405,7 @@ def _add_ties(load: ModuleLoad, stays: Callable[[str, bool], bool]) -> None:
         if raw not in load.state and isinstance(value, Tensor) and id(value) in given:
             load.state[raw] = given[id(value)]
         elif raw not in load.state and stays(load.clean(raw), False):
+            # A copy, because load code may change what it is passed.
             load.state[raw] = _own_copy(value, None)
 
 
@@ -455,6 +459,7 @@ def run_load(load: ModuleLoad, *, strict: bool, cast: bool) -> list[list[str]]:
     is_own = getattr(method, "__func__", method) is not nn.Module.load_state_dict
     try:
         load.state.update((raw, plan.loaded()) for raw, plan in load.plans.items())
+        # torch calls `load_state_dict` of the root alone; of a module inside, an override of it would never run.
         if not is_own or load.name:
             result: Any = nn.Module.load_state_dict(module, load.state, strict=False)
         elif strict or "strict" not in inspect.signature(method).parameters:
@@ -556,10 +561,12 @@ class Before:
         places = {place for tensor in self._found.values() for place in addresses_of(tensor)}
         for value in live:
             own = addresses_of(value) if isinstance(value, Tensor) and not is_lazy(value) else ()
+            # A view of memory of which a copy is kept already needs none of its own.
             if not own or not places.issuperset(own):
                 self._find(value)
         room = MOST_KEPT
         tensors = {id(part): part for tensor in self._found.values() for part in _filled_parts(tensor)}
+        # The smallest first: one large table does not take the room of all the others.
         for tensor in sorted(tensors.values(), key=_nbytes):
             room -= _nbytes(tensor)
             self._tensors.append((tensor, local_part(tensor).clone() if room >= 0 and not tensor.is_meta else None))
@@ -611,9 +618,11 @@ class Before:
             elif local.shape == copy.shape:
                 local.copy_(copy)
             else:
+                # Load code has resized it.
                 tensor.data = copy
         for tensor in self._meta:
             if not tensor.is_meta:
+                # Load code gave it memory. After the swap the object that optimizers and others hold has none again.
                 new = torch.empty_like(tensor, device="meta")
                 torch.utils.swap_tensors(tensor, nn.Parameter(new, requires_grad=tensor.requires_grad))
         return sorted(changed)

@@ -382,6 +382,7 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
             firsts += below[0]
             waiting += below[1]
         if firsts:
+            # A module that stands at several places is found at each; it is enough that this rank is first at one.
             saves.update((buffer, saves.get(buffer, False) or all(firsts)) for buffer in waiting)
             waiting = []
         return firsts, waiting
@@ -393,6 +394,7 @@ def buffer_owners(root: nn.Module) -> dict[int, bool]:
 def _firsts(module: nn.Module) -> list[bool]:
     """Returns whether this rank is first in the process groups of a wrapper and of a module's own parameters."""
     meshes = {p.device_mesh for p in module.parameters(recurse=False) if is_dtensor(p)}  # type: ignore[attr-defined]
+    # A rank that is not in the mesh has no coordinate.
     firsts = [(place := mesh.get_coordinate()) is not None and not any(place) for mesh in meshes]
     group = getattr(module, "process_group", None)
     if group is not None and type(module).__module__ == "torch.nn.parallel.distributed":

@@ -200,6 +200,7 @@ def _leaf(parameter: Tensor, name: str, spec: ArraySpec, place: MomentPlacement,
     if spec.kind == "numpy":
         return new_array(spec, name, None).leaf
     dtype = torch_dtype(spec.dtype)
+    # Where the parameter itself is a scalar, so are its moments; only `step` is surely a counter then.
     if not spec.shape and (name == "step" or parameter.ndim):
         # a scalar beside the moments: every rank has it
         return torch.empty((), dtype=dtype, device="cpu" if place.on_host(name, spec) else parameter.device)
@@ -232,8 +233,10 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     """
     kind = type(optimizer)
     known = f"{kind.__module__}.".startswith("torch.optim.")
+    # It refuses dense gradients, so the copy could not take a step.
     if kind is torch.optim.SparseAdam:
         return frozenset({"step", "exp_avg", "exp_avg_sq"})
+    # The step of LBFGS needs a closure.
     if not known or kind is torch.optim.LBFGS:
         return None
     tiny = torch.nn.Parameter(torch.zeros((1,) * parameter.ndim, dtype=parameter.dtype))
@@ -241,6 +244,7 @@ def expected_moments(optimizer: Any, group: Mapping[str, Any], parameter: Tensor
     probe: Any = object.__new__(kind)  # copy.copy would run __setstate__ on the live state
     probe.__dict__.update(optimizer.__dict__)
     probe.state = collections.defaultdict(dict)
+    # A capturable step refuses parameters on the host, where the tiny one is.
     plain = {"fused": False, "capturable": False, "foreach": False}
     values = {key: plain.get(key, value) for key, value in group.items() if key != "params"}
     values = {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in values.items()}

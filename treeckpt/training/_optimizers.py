@@ -221,6 +221,7 @@ def _name_one(
 
 def is_plain(optimizer: Any) -> bool:
     """Whether `.state` and `.param_groups` are all of an optimizer's state: it does not change torch's own methods."""
+    # A wrapper may also replace a method on the object alone, where the class does not show it.
     if not isinstance(optimizer, torch.optim.Optimizer) or _METHODS & vars(optimizer).keys():
         return False
     kind, base = type(optimizer), torch.optim.Optimizer
@@ -238,6 +239,7 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
     chain = [optimizer]
     while not is_plain(chain[-1]):
         attributes = getattr(chain[-1], "__dict__", {}).values()
+        # An inner optimizer may refer back to its wrapper: one that was found is not followed again.
         inner = next((value for value in attributes if is_optimizer(value) and value not in chain), None)
         if inner is None:
             break
@@ -635,6 +637,7 @@ class _Splitter:
 
     def _is_by_parameter(self, node: dict[Any, Any], given: Mapping[Any, Key], numbers: Mapping[Any, Key]) -> bool:
         """Whether integers are numbers of parameters: all are there, or each has a tensor of its parameter's shape."""
+        # Of one parameter the only number is 0, which any dict may have as a key; then the shape decides.
         if len(given) == len(numbers) > 1:
             return True
         shapes = {number: self.numbering.parameters[key].shape for number, key in given.items()}
@@ -728,5 +731,6 @@ def _placed(saved: Tensor, live: Any) -> Tensor:
     if is_dtensor(live) and not is_dtensor(saved):
         from torch.distributed.tensor import distribute_tensor
 
+        # Without a source rank nothing is sent: each rank cuts its part of the whole that it has.
         return distribute_tensor(saved.to(live.device), live.device_mesh, live.placements, src_data_rank=None)
     return saved.detach().clone().to(live.device if isinstance(live, Tensor) else saved.device)

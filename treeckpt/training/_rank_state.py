@@ -135,6 +135,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "python": {"version": version, "state": np.array(integers, np.uint64), "gauss": gauss},
     }
+    # The question for its state would start CUDA in a process that does not use it.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states

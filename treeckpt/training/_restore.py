@@ -595,6 +595,7 @@ class _Restore:
                 reset_fsdp_shards(self.targets.model)
             filled = self.source.fill(
                 self._target(),
+                # What each rank has of its own was compared before, by `RankState.check` and `plan_objects`.
                 take=self.comm.size != self.source.world,
                 strict="missing" if self.options.strict else False,
             )
@@ -613,6 +614,7 @@ class _Restore:
         put_back(held)  # schedulers may have written others into the groups
         if fills_model:
             run_post_hooks(self.targets.model, self.loads)
+        # Last, because load code and hooks may draw random numbers.
         if self.rng_state is not None:
             self.ignored += set_rng(self.rng_state)
         if left := on_meta(self.targets.model):
@@ -667,6 +669,7 @@ class _Restore:
                 put_in(target["model"], key, tensor)
             if target["model"]:
                 take = self.comm.size != self.source.world
+                # Alone, because ranks whose modules have no load code, as other stages, do not come here.
                 self.filled_before.append(self.source.fill(target, take=take, alone=True))
             for load in self.loads:
                 missing, unexpected = run_load(load, strict=self.options.strict is True, cast=self.options.cast)

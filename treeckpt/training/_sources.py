@@ -286,6 +286,7 @@ class CheckpointSource:
         else:
             self._open_several(given, rules_of)
         self.url = ", ".join(member.checkpoint.url for member in self.members)
+        # One member of another world is enough: its per-rank leaves are not those of the ranks here.
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
         self.step = self._member_for("param_groups").index.step
         dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
@@ -339,6 +340,7 @@ class CheckpointSource:
 
     def identity(self, path: str) -> object:
         member = self._member(path)
+        # A rule, as a cast of one of two tied names, may make two arrays of one.
         return None if member.rules else (id(member), identity_of(member.leaf(path)))
 
     def is_spread(self, path: str) -> bool:
