@@ -304,6 +304,7 @@ class Checkpoint:
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         """A shard whose header was read and checked; `whole` and errors as for `open_shard`."""
+        # the size of a shard that was opened without `whole` was not compared
         key = (file.name, whole)
         if key not in self._shards:
             if self.store.traits.far:
@@ -337,6 +338,7 @@ class Checkpoint:
 
     def with_index(self, index: Index) -> Checkpoint:
         """The same files under another index."""
+        # shallow: both have the shards that were opened, and the sizes that were listed
         other = copy.copy(self)
         other.index = index
         return other
@@ -365,6 +367,7 @@ class Checkpoint:
             CheckpointNotFound: none is left.
             StoreError: it could not be read.
         """
+        # looked for, not asked: the property would read the index that is there now
         if "index_bytes" not in vars(self):
             return False
         try:
@@ -407,6 +410,7 @@ class ArrivingHeaders:
         """
         checkpoint, file, header = self._checkpoint, self._files[number], self._data[number]
         header += data
+        # nothing more comes of a file that is shorter than its header should be
         if len(header) < min(file.header, file.header if size is None else size):
             return None
         size = checkpoint.sizes.get(file.name) if size is None else size

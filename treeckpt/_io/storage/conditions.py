@@ -23,9 +23,10 @@ from urllib.request import Request, getproxies, urlopen
 from ...errors import StoreError
 
 Condition = Literal["If-None-Match", "If-Match"]
-"""That the object is new, or has a certain version."""
+"""The condition of a write: that the object is new, or has a certain version."""
 _REFUSED = re.compile(r"NotImplemented|status code: 501")
 _NO_VERSION = {"e_tag": '"00000000000000000000000000000000"'}
+"""A version that no object has."""
 _HINT = (
     "Update the store, or the proxy before it. Or pass conditional=False to ObjectStore and ObjectRun "
     "(AWS_CONDITIONAL_PUT=disabled on the command line): then the last of two saves to one path at the same moment wins"
@@ -106,6 +107,7 @@ def can_delete_matching(options: Mapping[str, Any], client_options: Mapping[str,
     """Whether a presigned URL stands for a deletion by obstore with these options, and can be reached without it."""
     given = [name.upper().removeprefix("AWS_") for name in (*options, *(n for n in os.environ if n[:4] == "AWS_"))]
     asked = any(map(_OTHER_DELETIONS.fullmatch, given)) or not set(client_options) <= _PLAIN_CLIENT
+    # obstore sends requests through ALL_PROXY, and urllib does not
     return not asked and "all" not in getproxies()
 
 
@@ -132,6 +134,7 @@ def delete_matching(url: str, version: str) -> bool:
         raise AnswerError(f"HTTP error: connection: {error}") from error
     if status == CONDITION_FAILED:
         raise FileExistsError(url)
+    # 202 is the answer of Azure; by 404 the object is gone already
     if status in (200, 202, 204, 404):
         return True
     if status in _NO_CONDITION:

@@ -21,7 +21,7 @@ HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""Of the names that files of torch.save mostly have."""
+"""The ends of the names that files of torch.save mostly have."""
 HEAD = 9
 """How many first bytes of a file tell its format."""
 _TEXTS = {
@@ -54,10 +54,13 @@ def format_of_head(name: str, head: bytes) -> str | None:
         return "paddle"
     if name.endswith(DCP_DATA):  # tensors one after the other, each as a file of torch.save, of which one would be read
         return None
+    # a zip file, as torch.save writes it since torch 1.6
     if head[:4] == b"PK\3\4":
         return "torch"
+    # a length of 8 bytes, then JSON
     if head[8:HEAD] == b"{":
         return "safetensors"
+    # the opcode that pickles of protocol 2 and later begin with
     return "pickle" if head[:1] == b"\x80" else None
 
 
@@ -148,6 +151,7 @@ def describe_place(url: str) -> tuple[str, str]:
             return "a file of no known format", hint
     except (OSError, StoreError):
         return "none", hint
+    # a step of more than 8 digits has a longer name
     newest = path / max(steps, key=lambda name: (len(name), name))
     found = f"a run of {count_text(len(steps), 'step')}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"

@@ -76,6 +76,7 @@ class FsspecBucket:
 
     def list(self, prefix: str) -> ObjectListing:
         with self._wrapped_errors("list", prefix), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # fsspec keeps listings, and other processes write there
             self._fs.invalidate_cache()
             rows = self._fs.ls(self._path(prefix), detail=True)
             files = {self._key(row["name"]): _entry(row) for row in rows if row["type"] == "file"}
@@ -107,6 +108,7 @@ class FsspecBucket:
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             data = memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
+        # of fewer bytes the size tells whether the object ends there or the answer broke off
         return RangeResponse(None if len(data) == nbytes else self.size(key), [data])
 
     def judge(self, error: Exception) -> FetchFailure:
@@ -115,8 +117,10 @@ class FsspecBucket:
 
     def put(self, key: str, data: bytes, *, replace: bool | VersionTag) -> None:
         path = self._path(key)
+        # threads of this process look and write one at a time; other processes are not held off
         with self._lock, self._wrapped_errors("write", key):
             if isinstance(replace, Mapping):
+                # the version is a hash of the content, so all of it is read
                 if self.read(key, len(data) + (1 << 30))[1] != replace:
                     raise FileExistsError(f"{self.url}/{key}")
             elif not replace and self._fs.exists(path):

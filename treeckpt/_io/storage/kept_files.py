@@ -57,7 +57,7 @@ the clocks of hosts may differ by less."""
 DELETE_PAUSES = (0.0, 0.05, 0.2)
 """Seconds before each try to delete a file."""
 LATE_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further try, for which nobody waits."""
+"""Seconds before each further try to delete a file, for which nobody waits."""
 MAX_CLAIM = 4096
 """Bytes of a lock or lease, at most."""
 
@@ -70,7 +70,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     owner: Owner
     alive_ns: int
-    """Unix time at which it was written."""
+    """Unix time at which the file was written, in nanoseconds."""
 
 
 class KeptFile:
@@ -95,6 +95,7 @@ class KeptFile:
         with self._writing:
             if not self._ended.is_set():
                 self.exists = True
+                # before the file is there: other threads that read it ask here whether this process still keeps it
                 _kept.add(self.name)
                 (put or partial(replace_file, self._store))(self.name, self._encode())
 
@@ -184,6 +185,7 @@ def replace_file(store: Store, name: str, data: bytes) -> None:
     if (directory := store.traits.local_path) is None:
         store.publish(name, data, replace=True)
         return
+    # by the tag clean-ups know the temporary files of a process that has ended
     temporary = directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -278,9 +280,9 @@ def read_lease(store: Store, name: str) -> tuple[Owner | None, bool | None]:
 FIRST_RENEWAL_SECONDS = 0.5
 """Seconds that a save takes before its record is renewed at all."""
 PROGRESS_PAUSE = 0.25
-"""Seconds between renewals."""
+"""Seconds between two renewals of a progress record, at least."""
 FAR_PROGRESS_PAUSE = 5.0
-"""Seconds between renewals where each one is a request that costs money."""
+"""Seconds between two renewals, at least, where each one is a request that costs money."""
 BEAT_SECONDS = 15.0
 """Seconds between renewals of a save that writes nothing new."""
 

@@ -311,6 +311,7 @@ def open_regular(path: Path, flags: int = 0, *, links: bool | Path | Callable[[]
     except CorruptError:
         if links is False or not path.is_symlink():
             raise
+    # called for a link alone: `links` resolves the whole path of the directory
     return _open_regular(linked_file(path, links() if callable(links) else links), flags)
 
 
@@ -420,6 +421,7 @@ class LocalReader:
             filled = 0 if cached else self._from_device(offset, out)
             self._copy(offset + filled, [out[filled:]], len(out) - filled)
         except OSError as error:
+            # a call on a descriptor raises an error without a name
             error.filename = str(self._path)
             raise
 
@@ -475,10 +477,12 @@ class LocalReader:
             try:
                 count = read_at(fd, [out[start:stop]], offset + start)
             except OSError as error:
+                # some file systems take O_DIRECT at open and refuse it here: the rest goes through the page cache
                 if error.errno == errno.EINVAL:
                     break
                 raise
             start += max(count, 0)
+            # the end of the file: the next offset would not be aligned, which O_DIRECT refuses
             if count <= 0 or count % DIRECT_IO_ALIGNMENT:
                 break
         return start
@@ -488,6 +492,7 @@ class LocalReader:
             if self._direct is None:
                 try:
                     self._direct = open_regular(self._path, getattr(os, "O_DIRECT", 0), links=self._links)
+                # no O_DIRECT there, or the name has gone: the descriptor that is open reads through the page cache
                 except (OSError, CorruptError):
                     self._direct = -1
             return self._direct
@@ -496,6 +501,7 @@ class LocalReader:
         """Closes the file."""
         if self._maps is not None:
             self._maps.close()
+        # forgotten before they are closed: a second close, as by `__del__`, would close another file of that number
         fds = (self.fd, self._direct)
         self.fd = self._direct = -1
         for fd in fds:
@@ -547,7 +553,7 @@ class ReaderCache:
 
 
 DIRECTORY_TRIES = 5
-"""How often the directory of a new file is made again."""
+"""How often the directory of a new file is made again, at most."""
 
 
 def sync_directory(directory: Path) -> None:
@@ -570,7 +576,9 @@ def make_directory(directory: Path) -> None:
     exists = directory.is_dir()
     if not exists:
         make_directory(directory.parent)
+        # another rank may create it at this moment
         directory.mkdir(exist_ok=True)
+    # no save has created a directory on which a file system is mounted
     elif os.path.ismount(directory):
         return
     with contextlib.suppress(*[PermissionError] if exists else []):  # the parent may belong to another user
@@ -600,11 +608,13 @@ class LocalWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
+            # Linux has made the file when it refuses the flag
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self.direct = False
             self._fd = os.open(path, flags, 0o644)
         self._open = True
+        # a full disk is found before any byte is written
         if nbytes and hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)
@@ -641,6 +651,7 @@ class LocalWriter:
     def commit(self) -> None:
         os.ftruncate(self._fd, self._nbytes)
         sync_file(self._fd)
+        # a file that was written without O_DIRECT leaves the page cache too; after the sync, as dirty pages would stay
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._close()

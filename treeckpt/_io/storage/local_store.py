@@ -160,6 +160,7 @@ class LocalStore(Store):
     def _entry(self, name: str, state: os.stat_result) -> DirectoryEntry:
         link, modified_ns = stat.S_ISLNK(state.st_mode), state.st_mtime_ns
         if link and (linked := self.linked_stat(name)) is not None:
+            # a change of either counts: of the link, or of the file that it leads to
             state, modified_ns = linked, max(modified_ns, linked.st_mtime_ns)
         return DirectoryEntry(state.st_size, modified_ns, state.st_ino, stat.S_ISREG(state.st_mode), link)
 
@@ -205,6 +206,7 @@ class LocalStore(Store):
         except FileNotFoundError:
             return True
         except OSError as error:
+            # POSIX admits both for a directory that is not empty
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise
@@ -250,6 +252,7 @@ class LocalStore(Store):
             if offset + nbytes > (size := os.fstat(fd).st_size):
                 raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
             low = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            # a map of length 0 would be one of the whole file
             if not nbytes:
                 return memoryview(bytearray())
             mapped = mmap.mmap(fd, offset + nbytes - low, access=mmap.ACCESS_COPY, offset=low, **_UNTRACKED)
@@ -273,6 +276,7 @@ class LocalStore(Store):
                 process for an ended one removes the temporary file first: so either `check` sees what it removed, or
                 there is no file to rename (FileNotFoundError).
         """
+        # by the tag clean-ups know the temporary files of a process that has ended
         temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
             with open(temporary, "xb") as file:
@@ -304,6 +308,7 @@ class LocalStore(Store):
         except FileExistsError as error:
             raise exists_error(self, target) from error
         sync_directory(self.directory)
+        # after the sync: a power loss leaves at least one of the two names
         self.delete(name)
 
 
@@ -409,13 +414,14 @@ FIRST_FAR_READS, MAX_FAR_READS = 16, 64
 DIRECT_TRIALS = 3
 """Comparisons of reads past and through the page cache, before the faster way is preferred."""
 COMPARED_NBYTES = 256 << 10
-"""Bytes that are read each way for one."""
+"""Bytes that are read each way for one comparison."""
 CACHE_TIME_SHARE = 0.7
-"""Part of the seconds past the page cache that reads through it may take, to be preferred."""
+"""Reads through the page cache are preferred where they take at most this part of the seconds of reads past it."""
 
 
 def for_reading(store: Store) -> Store:
     """Returns a store that reads the same files with many reads in flight, for a directory of a far file system."""
+    # a subclass may give other bytes than its files hold, and a `FarStore` would read the files themselves
     if type(store) is LocalStore and file_system(store.directory) in FAR_FILE_SYSTEMS:
         return FarStore(store.directory, follow_links=store.follow_links)
     return store
@@ -445,6 +451,7 @@ class DirectChoice:
         """Counts a comparison: the seconds that as many bytes took past and through the page cache."""
         self._seconds.append((past, through))
         if len(self._seconds) == DIRECT_TRIALS:
+            # the median: one slow answer decides nothing
             past, through = (sorted(times)[DIRECT_TRIALS // 2] for times in zip(*self._seconds, strict=True))
             self.direct = through > CACHE_TIME_SHARE * past
 

@@ -50,7 +50,7 @@ from .wrapped_store import ListedStore
 SINGLE_PUT_LIMIT = 16 << 20
 """Bytes up to which an object is kept in memory and written in one request."""
 MAX_QUEUED_BLOCKS = 2
-"""Blocks in the queue, at most."""
+"""Blocks of an upload that wait in its queue, at most."""
 
 
 class _Aborted(Exception):
@@ -130,6 +130,7 @@ class MultipartWriter:
     def _put(self, block: memoryview | None) -> None:
         while True:
             self._check()
+            # with a limit, as an upload that has failed takes no more blocks: then `_check` raises its error
             with contextlib.suppress(queue.Full):
                 self._blocks.put(block, timeout=0.2)
                 return
@@ -159,7 +160,9 @@ class MultipartWriter:
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
 _ODD = re.compile(r"[\x00-\x1f\x7f/]")
+"""What no plain name contains: control characters and slashes."""
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOME", "SSL_CERT_FILE")
+"""The beginnings of the variables that a writer process gets, in which credentials and certificates stand."""
 
 
 def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectBucket, str]:
@@ -205,7 +208,7 @@ class ObjectStore(Store):
         """The name of an object that was read."""
 
     request_nbytes = 8 << 20
-    """At 40 ms and 90 MB/s a connection, waiting is a third of such a request."""
+    """Bytes of one request: at 40 ms and 90 MB/s a connection a third of its time is waiting."""
 
     @classmethod
     def _within(cls, bucket: ObjectBucket, prefix: str) -> ObjectStore:
@@ -215,6 +218,7 @@ class ObjectStore(Store):
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # pickle calls it with positional arguments alone
         return partial(ObjectStore, self.url, **self._bucket.options), ()
 
     @property
@@ -331,6 +335,7 @@ class ObjectStore(Store):
             head = bytes(memory[: self._fill(name, 0, memoryview(memory))])
             with self._lock:
                 self._heads[name] = head
+        # a shorter one is the whole object: the caller finds that the range goes past its end
         inside = head is not None and (offset + nbytes <= len(head) or len(head) < HEAD)
         return head if inside else None
 

@@ -81,10 +81,15 @@ class LateClient:
 
 
 _GIVEN = ("access_key_id", "aws_access_key_id", "credential_provider", "skip_signature", "aws_skip_signature")
+"""Options by which credentials are given: then neither a profile nor an instance is asked for them."""
 _PLAIN = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+"""The settings of a profile that are keys."""
 _BEFORE = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+"""Variables whose credentials go before those of a profile."""
 _AFTER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+"""Variables of a container, whose credentials come after those of a profile."""
 _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "credential_source", "login_session")
+"""Settings of a profile that signs on, assumes a role or runs a program."""
 
 
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
@@ -137,6 +142,7 @@ def _profile(name: str, env: Mapping[str, str]) -> dict[str, str]:
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
+        # as botocore reads them: a secret may contain %, and a section may stand twice
         parser = configparser.RawConfigParser(strict=False)
         try:
             parser.read(env.get(variable, os.path.join(home, file)), encoding="utf-8")
@@ -164,9 +170,9 @@ def _boto3_provider(url: str, name: str) -> Any:
 T = TypeVar("T")
 
 PART, LARGE_PART = 8 << 20, 64 << 20
-"""Bytes of one part of an upload: at least, and unless there were too many parts."""
+"""Bytes of one part of an upload: at least, and at most where that makes no more than `MAX_PARTS`."""
 PARTS, MAX_PARTS = 512, 9000
-"""Parts of an upload that parts larger than `PART` keep to; and of any, below the limit of S3 (10,000)."""
+"""Parts up to which an upload has parts of `PART` bytes; and parts of any upload, at most, as S3 takes 10,000."""
 PIECE = 256 << 10
 """Bytes of a response that are handed over at a time, at least: they stay in the cache of a processor."""
 RETRIES = 10
@@ -181,7 +187,7 @@ TRIES = 3
 DELETE_TRIES = 5
 """Tries of a deletion on condition, which obstore does not repeat."""
 PAUSE = 0.2
-"""Seconds before the first retry here; then twice as long."""
+"""Half of the seconds before the first retry here; each pause is twice as long as the one before."""
 LISTING = 30.0
 """Seconds of a listing of direct children after which it is looked at page by page: whether its pages come again."""
 PAGE_SECONDS = 240.0
@@ -239,6 +245,7 @@ class ObstoreBucket:
         endpoints = [merged.get(name) for name in _ENDPOINTS] + [os.environ.get(name) for name in _ENDPOINT_VARIABLES]
         self._endpoint = str(next(filter(None, endpoints), ""))
         is_plain = self._endpoint.startswith("http://")  # the user named it
+        # Google Cloud Storage compares generations, and knows no If-Match of a deletion
         self._deletes_versions = self.kind != "gs" and self.conditional and can_delete_matching(merged, asked)
         self.depth = first_depth()
         if self.kind == "s3" and not is_plain and not any(name in merged or name in os.environ for name in _UNSIGNED):
@@ -416,6 +423,7 @@ class ObstoreBucket:
             "write",
             key,
             lambda: self._obstore.put(store, key, data, mode=mode, use_multipart=False),
+            # a write whose answer broke off may have been carried out: `put` looks what is there
             cut=False,
         )
 
@@ -439,6 +447,7 @@ class ObstoreBucket:
 
         def put(mode: Any) -> None:
             try:
+                # without the retries of obstore, which would repeat the 501 of a store that refuses conditions
                 self._put(self._once.get(), key, data, mode)
             except StoreError as error:
                 if refuses_conditions(error) or not judge(error).temporary:
@@ -455,6 +464,7 @@ class ObstoreBucket:
             for block in blocks:
                 taken += len(block)
                 yield block
+                # `UploadWindow` takes a part for sent once nothing refers to its memory any more
                 del block
 
         def put() -> None:
@@ -463,6 +473,7 @@ class ObstoreBucket:
                 self._obstore.put(self._uploads.get(), key, parts, chunk_size=part, max_concurrency=MAX_PARTS_IN_FLIGHT)
 
         try:
+            # the blocks come once, so an upload that has taken one is not begun again
             self._retry("write", key, put, unless=lambda: taken > 0)
         except (StoreError, FileNotFoundError):
             # a retried end of an upload whose first response was lost finds no upload
@@ -496,6 +507,7 @@ class ObstoreBucket:
                     raise FileExistsError(f"{self.url}/{key}") from error
                 return True  # by a request whose answer was lost
             except StoreError as error:
+                # 409: another request changes the object at this moment
                 if tried == DELETE_TRIES or not (judge(error).temporary or status_of(error.__cause__) == 409):
                     raise
                 time.sleep(PAUSE * 2**tried)

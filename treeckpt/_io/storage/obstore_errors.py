@@ -165,15 +165,18 @@ def to_store_error(what: str, bucket: str, key: str, kind: str, error: Exception
     from obstore.exceptions import InvalidPathError, PermissionDeniedError, UnauthenticatedError
 
     url, text = f"{bucket}/{key}" if key else bucket, first_line(error)
+    # this is a 404 too: taken for a missing object it would pass for an empty run
     if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
         hint = "Make the bucket, or look at its name and the endpoint"
         return StoreError(url, expected=f"a bucket to {what} in", found="no such bucket", hint=hint)
     advice = _advice(error)
+    # a 404 whose code has advice, as NoSuchUpload, tells of no missing object
     if isinstance(error, FileNotFoundError) and not advice:
         return FileNotFoundError(url)
     refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
     if advice:
         hint = advice
+    # the text has the key in it, which may contain such a word itself
     elif _NO_CREDENTIALS.search(text.replace(key, "")):
         hint = f"No credentials are found, or not taken. {_CREDENTIAL_HINTS.get(kind, '')}"
     elif refused or code_of(error) == "AccessDenied" or status_of(error) == 403:

@@ -70,7 +70,7 @@ class RequestDepth:
         self.depth, self._most = depth, most
         self._begin, self._nbytes, self._ended = 0.0, 0, 0
         self._known: tuple[int, float] | None = None
-        """Depth and rate before it was changed last; the rate of the largest that was worth it while it is lowered."""
+        """The depth before its last change, and its rate; while it is lowered, the rate of the best depth before."""
         self._trying: Literal["more", "fewer", "none"] = "more"
         self._halved_at = -1.0
 
@@ -87,6 +87,7 @@ class RequestDepth:
         rate = self._nbytes / (now - self._begin)
         self.restart(now)
         if self._halved_at >= 0:
+            # a store that has throttled gets one more request a window: half as many more would throttle it again
             self.depth = min(self.depth + 1, self._most)
         else:
             self._adapt(rate)
@@ -97,11 +98,13 @@ class RequestDepth:
         if self._trying == "none":
             if not best / RATE_CHANGE_FACTOR < rate < best * RATE_CHANGE_FACTOR:
                 self._trying, self._known = "more", None
+        # more were worth it: half as many more are tried
         elif self._trying == "more" and rate >= best * MIN_RATE_GAIN:
             self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
             if self.depth == self._known[0]:
                 self._trying = "none"
+        # more have gained nothing, or fewer are enough: fewer are tried
         elif self._trying == "more" or rate >= best * ENOUGH_RATE_SHARE:
             enough = before if self._trying == "more" else self.depth
             self._known = enough, best
@@ -143,6 +146,7 @@ class _UploadPart:
         with self._window.changed:
             self._nbytes += len(piece)
             self._pieces += 1
+        # at the end of the process nobody waits for a place any more
         weakref.finalize(piece, self._let_go).atexit = False
         return piece
 
@@ -232,9 +236,9 @@ HEDGED = 20
 RETRY_SECONDS = 180.0
 """Seconds after which a request that keeps failing is given up."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before the first retry, and before any."""
+"""Seconds before the first retry, and at most before any."""
 HEDGE_SECONDS = 0.05
-"""How often requests in flight are looked at."""
+"""Seconds between two looks at the requests in flight."""
 
 
 class RequestTimes:
@@ -268,13 +272,13 @@ class _InFlight(msgspec.Struct):
     number: int
     started: float
     position: int = 0
-    """Bytes of it that were consumed."""
+    """Bytes of the range that were consumed."""
     tries: int = 1
-    """Requests that were sent for it and have not ended."""
+    """Requests that were sent for the range and have not ended."""
     hedged: bool = False
     done: bool = False
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
-    """Held while bytes of it are consumed."""
+    """Held while bytes of the range are consumed."""
 
 
 class RangeFetcher:
@@ -363,6 +367,7 @@ class _Run:
                 self._error = self._error or error
                 self._changed.notify_all()
         with self._changed:
+            # the memory that `consume` fills belongs to the caller again when this call ends
             while self._consuming:
                 self._changed.wait()
             if self._error is not None:
@@ -377,12 +382,14 @@ class _Run:
             if not self._left:
                 return
             nbytes = max(self._held_by(self._left[0]), 1)
+            # where nothing is in flight one range is fetched, even if it is longer than the memory
             room = max((self._memory - self._held - self._reserved) // nbytes, 0 if self._held else 1)
             count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
         for started in range(count):  # without the lock: the first ones send their requests meanwhile
             if start_thread(self._work, "treeckpt-fetch") is None:
                 with self._changed:
+                    # the threads that were started; without any this one fetches all by itself
                     others = self._workers - (count - started)
                     self._workers = max(others, 1)
                 if not others:
@@ -484,6 +491,7 @@ class _Run:
         Raises:
             Exception: never that of `consume`, which ends the run.
         """
+        # of two requests for one range each goes on where the other has come to
         with request.lock:
             with self._changed:
                 while self._first_left and request.number >= self._first and self._error is None:
@@ -509,6 +517,7 @@ class _Run:
         self, error: Exception, request: _InFlight, left: int, started: float, begin: float
     ) -> float | None:
         """Returns the seconds to the next of the tries that are left; None if there is none."""
+        # `_CutShort` is raised here: `judge` knows the errors of the store alone
         failure, now = FetchFailure(throttled=False, temporary=True), time.monotonic()
         if not isinstance(error, _CutShort):
             failure = self._fetcher.judge(error)
@@ -519,6 +528,7 @@ class _Run:
                 return None
             if failure.temporary and left and now - begin < RETRY_SECONDS:
                 tried = self._fetcher.tries - left
+                # drawn, so that requests that were refused together are not sent together again
                 return min(FIRST_PAUSE * 2**tried, LONGEST_PAUSE) * random.uniform(0.5, 1)
             request.tries -= 1
             if not request.tries:

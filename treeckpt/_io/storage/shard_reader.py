@@ -83,6 +83,7 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
     """Returns the bytes of a shard's header; `wanted` is its size by the index, in bytes, None without an index."""
     label = f"{store.url}/{name}"
     file_size = store.sizes().get(name, 0) if file_size is None else file_size
+    # one read where the index says the size, else the length first; never more memory than the file has bytes
     data = bytearray(min(wanted or 8, TEXT_PART_NBYTES, max(file_size, 8)))
     store.read_into(name, 0, memoryview(data))
     size = _header_size(data, label, file_size, wanted)
@@ -90,6 +91,7 @@ def _header_data(store: Store, name: str, file_size: int | None, wanted: int | N
         data = bytearray(min(size, TEXT_PART_NBYTES))
         store.read_into(name, 0, memoryview(data))
     if size > TEXT_PART_NBYTES:
+        # the length in the first 8 bytes has zeros of its own
         check_no_zeros(data[8:], 8, label)
     for start in range(TEXT_PART_NBYTES, size, TEXT_PART_NBYTES):
         part = bytearray(min(size - start, TEXT_PART_NBYTES))
@@ -261,7 +263,7 @@ def check_blocks(store: Store, shard: OpenedShard, start: int, data: memoryview)
 
 
 def check_parts(store: Store, shard: OpenedShard, start: int, parts: Sequence[memoryview]) -> None:
-    """Does the same for data that lies in several places of memory, in order."""
+    """Compares data that lies in several places of memory, in order, with the checksums of its blocks."""
     if len(parts) == 1 or shard.checks is not None:
         for part in parts:
             check_blocks(store, shard, start, part)
@@ -344,6 +346,7 @@ def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | N
     file, block = shard.file, shard.block
     low = start // block * block
     high = file.nbytes if stop is None else min(-(-stop // block) * block, file.nbytes)
+    # a block may be larger than that, up to `MAX_BLOCK`
     step = VERIFY_NBYTES // block * block or block
     buffer = aligned_buffer(step, huge=True)
     for offset in range(low, high, step):

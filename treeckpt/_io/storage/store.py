@@ -386,6 +386,7 @@ class MemoryStore(Store):
         return f"memory://{self._name}"
 
     def entries(self) -> dict[str, DirectoryEntry]:
+        # a copy, as other threads may create files meanwhile
         files = list(self.files.items())
         return {name: DirectoryEntry(len(data), self._written_ns.get(name, 0)) for name, data in files}
 

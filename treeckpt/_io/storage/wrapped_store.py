@@ -137,6 +137,7 @@ class ListedStore(WrappedStore):
         return self._entries.get(name)
 
     def sizes(self) -> dict[str, int]:
+        # the default, from `entries`: that of `WrappedStore` would ask the inner store
         return Store.sizes(self)
 
     def modified_ns(self) -> int | None:
@@ -158,6 +159,7 @@ class CountedStores:
         self._lock = threading.RLock()
 
     def __call__(self, store: Store) -> Store:
+        # `for_reading` looks at the class of the store, which the wrapper would hide
         return store if self._on_read is None else CountingStore(for_reading(store), self._add, self._add_more)
 
     def expect(self, nbytes: Callable[[], int]) -> None:
