@@ -25,6 +25,7 @@ __all__ = ["StoreSuite", "read_range", "thread_comms", "write_file"]
 publish(__name__, __all__, globals())
 
 _SIZES = [0, 1, 4095, 4096, 4097, 3 * (1 << 20) + 5]
+"""Bytes of files: none, one, those around a page, and some blocks with a part of one."""
 _BLOCK = 1 << 20
 """Bytes of one write."""
 _CLOCK_NS = 24 * 3600 * 10**9
@@ -32,6 +33,7 @@ _CLOCK_NS = 24 * 3600 * 10**9
 
 
 def _pattern(nbytes: int) -> bytes:
+    # 251 is prime: bytes of a wrong page or block are other bytes
     return bytes(range(251)) * (nbytes // 251) + bytes(range(nbytes % 251))
 
 
@@ -113,6 +115,7 @@ class StoreSuite:
         data = _pattern(9000)
         write_file(store, "a", data)
         read_range(store, "a", 0, 9000)
+        # a thousand buffers are more than a store fills in one call to the system
         for start, lengths in ((0, [9000]), (100, [1, 4096, 0, 3]), (4096, [1] * 1000), (9000, [])):
             parts = [memoryview(bytearray(length)) for length in lengths]
             done = store.read_parts("a", start, parts)

@@ -86,10 +86,12 @@ class BackgroundCall(Generic[T]):
 
     def set_finished(self, result: T | None, error: BaseException | None) -> None:
         """Marks the call as ended, for the code that carries it out."""
+        # before the flag: who finds it set reads these without the lock
         self._result, self._error = result, error
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
+        # without the lock, which others may wait for while it runs; none is added to the list any more
         for callback in self._callbacks:
             self._call(callback)
 

@@ -68,6 +68,7 @@ def call_at_end(function: Callable[[], object], *, last: bool = False) -> bool:
 
         # a child that was forked ends without the handlers of atexit
         _finalizers.add(function)
+        # multiprocessing calls functions of a higher priority first
         util.Finalize(None, call, exitpriority=99 if last else 100)
     return True
 
@@ -130,6 +131,7 @@ def _boot_id() -> str:
 def _stat(pid: int) -> tuple[bool, int]:
     """Returns whether a process is a zombie without live threads, and its start time; (False, 0) if not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
+        # the program's name stands in parentheses and may contain some; the third field of proc(5) comes behind it
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0] in "ZX" and int(fields[17]) <= 1, int(fields[19])
     return False, 0
@@ -140,6 +142,7 @@ def is_running(owner: Owner) -> bool | None:
     here = this_process()
     if owner == here:
         return True
+    # to a signal a pid of 0 or less means a group of processes
     if not here.boot or (owner.host, owner.boot) != (here.host, here.boot) or owner.pid <= 0:
         return None
     try:
@@ -156,9 +159,9 @@ SILENT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 30.0
 
 _running: dict[threading.Event, str] = {}
-"""Set when the request is over, with the URL of its store."""
+"""The late requests under way: the event that is set at the end of each, and the URL of its store."""
 _being_deleted: set[str] = set()
-"""To a clean-up these files are gone already."""
+"""The names of files that are being deleted: to a clean-up these are gone already."""
 
 
 def send_late(url: str, send: Callable[[], object]) -> threading.Event | None:
@@ -175,6 +178,7 @@ def send_late(url: str, send: Callable[[], object]) -> threading.Event | None:
             _running.pop(over, None)
             over.set()
 
+    # before the thread starts: the end of the process waits for what it finds here
     _running[over] = url
     if call_at_end(_finish) and start_thread(call, "treeckpt-late") is not None:
         return over
@@ -204,6 +208,7 @@ def names_being_deleted() -> frozenset[str]:
 def _finish() -> None:
     """Waits for the requests that are under way, at the end of the process."""
     begin, waiting = time.monotonic(), dict(_running)
+    # an interrupt ends the wait: what does not arrive harms nothing
     with contextlib.suppress(KeyboardInterrupt):
         for over, url in waiting.items():
             if over.wait(max(0.0, begin + SILENT_SECONDS - time.monotonic())):

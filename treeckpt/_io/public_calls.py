@@ -191,6 +191,7 @@ def saves(function: Callable[P, T]) -> Callable[P, T]:
                 hint="Save in the foreground before the interpreter ends: in a handler of atexit at the latest",
             )
         frame: FrameType | None = sys._getframe()
+        # a function of the user's under `call_back` may save: frames below it are not looked at
         while frame is not None and frame.f_code not in _calls and frame.f_code is not call_back.__code__:
             frame = frame.f_back
         if frame is None or frame.f_code is call_back.__code__:
@@ -212,6 +213,7 @@ def saves(function: Callable[P, T]) -> Callable[P, T]:
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Pauses the cyclic garbage collector: a tree of 20,000 leaves makes many small objects, none of them cyclic."""
+    # a program that has switched it off finds it so afterwards
     enabled = gc.isenabled()
     gc.disable()
     try:

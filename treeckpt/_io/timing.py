@@ -74,6 +74,7 @@ class Recorder:
         with self._lock:
             parent = self._open[-1] if self._open else -1
             number = len(self._spans)
+            # its place is taken at its begin: a reader of timings refuses a span that comes before its parent
             self._spans.append(Span(name, self._rank, start, start, nbytes, parent))
             self._open.append(number)
         try:
@@ -81,6 +82,7 @@ class Recorder:
         finally:
             span = Span(name, self._rank, start, self.now(), nbytes, parent)
             with self._lock:
+                # by its number, as spans of several threads end in any order
                 self._open.remove(number)
                 self._spans[number] = span
 

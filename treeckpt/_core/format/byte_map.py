@@ -36,10 +36,10 @@ class ChunkLocation(msgspec.Struct, frozen=True):
 
     region: Region
     rank: int
-    """The rank that wrote it."""
+    """The rank that wrote the chunk."""
     file: File
     start: int
-    """First byte in the file, header included."""
+    """The first byte of the chunk in the file, header included."""
     stop: int
 
 
@@ -201,6 +201,7 @@ def _dependents(index: Index, damaged: Iterable[int]) -> list[tuple[int, list[in
     """Returns for each damaged leaf those that are damaged with it."""
     known = set(damaged)
     pairs = [(number, columns) for columns in _table_leaves(index) for number in columns if number in known]
+    # with the columns of tables: an alias of one that is damaged only with its table is damaged too
     reached = known | {number for _, columns in pairs for number in columns}
     aliases: dict[int, list[int]] = {}
     for leaf in index.entries:

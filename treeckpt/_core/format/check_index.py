@@ -170,6 +170,7 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
         raise FormatError(name, expected="a table of files", found="an empty one")
     if rows > MAX_FILES:
         raise FormatError(name, expected=f"at most {MAX_FILES} files", found=f"{rows}")
+    # both are at most 2**24, so that the keys fit an int64
     keys = decode_runs(files.rank) * MAX_WORLD + decode_runs(files.part)
     if (np.diff(keys) <= 0).any():
         raise FormatError(name, expected="files by rank and part, each once", found="others")
@@ -230,7 +231,7 @@ def _check_number(index: Index, path: str, spec: int) -> None:
 
 
 def _check_kind(index: Index, path: str, record: ArrayRecord | PerRankArrays) -> None:
-    """Whether the record is that of a blob where its spec is."""
+    """Refuses a record that is not that of a blob though its spec is, or the reverse."""
     spec, is_blob = index.specs[record.spec], isinstance(record, (BlobRecord, PerRankBlobs))
     if (spec.kind in BLOB_KINDS) != is_blob or (is_blob and (spec.dtype != "uint8" or len(spec.shape) != 1)):
         what = "bytes or text as uint8 of one dimension" if is_blob else "an array"
@@ -238,7 +239,7 @@ def _check_kind(index: Index, path: str, record: ArrayRecord | PerRankArrays) ->
 
 
 def _check_fit(index: Index, path: str, ranks: Runs | None, record: ArrayRecord) -> None:
-    """Whether an array's spec and layout are there and fit each other."""
+    """Refuses an array whose spec or layout is not there, or which do not fit each other."""
     _check_number(index, path, record.spec)
     _check_kind(index, path, record)
     if ranks is not None:
@@ -323,6 +324,7 @@ def _check_alias(index: Index, path: str, ranks: Runs | None, record: AliasRecor
     else:
         offset, strides = record.view.offset, record.view.strides
         fits = fits and len(strides) == len(spec.shape) and min((offset, *strides)) >= 0
+        # offset and strides of a view count elements in C order
         fits = fits and is_c_order(other.shape, other.order)
         if fits and 0 not in spec.shape:
             last = offset + sum((n - 1) * s for n, s in zip(spec.shape, strides, strict=True))

@@ -40,7 +40,7 @@ def decode_msgpack(data: bytes, kind: type[T]) -> T: ...
 @overload
 def decode_msgpack(data: bytes, kind: Any) -> Any: ...
 def decode_msgpack(data: bytes, kind: type[T]) -> T:
-    """Decodes MessagePack in the same way."""
+    """Decodes MessagePack into a struct or a container of them; raises as `decode_json`."""
     try:
         return _decoder(_msgpack, msgspec.msgpack.Decoder, kind).decode(data)
     except UnicodeDecodeError as error:

@@ -62,6 +62,7 @@ _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
 _PROCESS_KINDS: dict[str, FileKind] = {"lease": "lease", "deleting": "deleting", "repairing": "repairing"}
+# without `re.ASCII` digits of any script would do, and two names could be those of one step
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
 
@@ -74,7 +75,7 @@ class CheckpointFile(msgspec.Struct, frozen=True):
 
     kind: FileKind
     save_id: str | None = None
-    """None for files that belong to no save in particular."""
+    """The id of that save; None for files that belong to no save in particular."""
 
 
 def parse_file_name(name: str) -> CheckpointFile | None:
@@ -191,9 +192,9 @@ def step_of(name: str) -> int | None:
 
 MAX_SIDECARS = 1000
 MAX_SIDECAR_NBYTES = 64 << 20
-"""Bytes of one file."""
+"""Bytes of one sidecar file, at most."""
 MAX_SIDECARS_NBYTES = 256 << 20
-"""Bytes of all files together, which are in memory until they are written."""
+"""Bytes of all sidecar files of a save, at most, which are in memory until they are written."""
 MAX_SIDECAR_NAME = 128
 NAME_RULE = f"a plain name: up to {MAX_SIDECAR_NAME} of A-Z a-z 0-9 . _ + = @ -, not beginning with one of . + = @ -"
 
@@ -257,7 +258,7 @@ def alike_names(names: Iterable[str]) -> list[str]:
 SavePhase = Literal["write", "commit"]
 MAX_RECORDED_STEP = (1 << 63) - 1
 MAX_PROGRESS = 4096
-"""The most bytes that a record has."""
+"""Bytes of a progress record, at most."""
 _PROGRESS_NAME = re.compile(r"progress-([0-9]{5,9})\.([0-9a-f]{16})\.json")
 
 
@@ -285,7 +286,7 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     world: int
     step: int | None
     phase: SavePhase
-    """write: shards are being written; commit: this rank's shards are durable, and it waits for the others."""
+    """`write`: shards are being written; `commit`: this rank's shards are durable, and it waits for the others."""
     written: int
     """Bytes of arrays written so far."""
     planned: int

@@ -212,6 +212,7 @@ def _rebuild_record(leaf: Leaf, entries: dict[str, list[_RebuiltChunk]]) -> Leaf
         return msgspec.structs.replace(record, start=encode_runs(starts))
     if not isinstance(record, ArrayRecord) or spec is None:
         return record
+    # by offset, as a plan has them: `encode_chunks` gives a record that is equal to the lost one
     chunks = sorted(entries.get(leaf.path, []))
     if any((c.shape, c.dtype) != (spec.shape, spec.dtype) for c in chunks):
         raise FormatError(leaf.path, expected=f"entries of {spec.dtype} {spec.shape}", found="others")
@@ -249,7 +250,7 @@ class RangeColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec: Column
     layout: Column
     count: Column
-    """Ranges of each array."""
+    """How many ranges each array has."""
     length: Column
     """Elements of each range, except the last of each array, which follows from the shape."""
     first: Column
@@ -265,7 +266,7 @@ class PackedIndex(Index, frozen=True):
 
     ranges: RangeColumns | None = None
     shared: tuple[Structure, ...] = ()
-    """See `_core.tree.structure`."""
+    """The subtrees that the structure has several times, which `_core.tree.structure` takes out of it."""
 
 
 _PACKED = msgspec.json.Decoder(PackedIndex)
@@ -302,9 +303,11 @@ def pack(index: Index) -> bytes | None:
     structure, shared = extract_shared_subtrees(index.structure)
     bare = msgspec.structs.replace(index, structure=structure, leaves=rest)
     written = msgspec.json.encode(index)
+    # without starts where they follow from the order of entries: each would take some bytes
     for implied in (True, False):
         ranges = _encode_ranges(cuts, implied=implied)
         body = msgspec.json.encode(PackedIndex(**msgspec.structs.asdict(bare), ranges=ranges, shared=shared))
+        # what does not describe the index exactly decodes to another one, or is refused
         with contextlib.suppress(TreeckptError):
             if msgspec.json.encode(unpack(body, "index")) == written:
                 return body
@@ -468,6 +471,7 @@ def _decode_ranges(index: Index, ranges: RangeColumns, numbers: list[int], name:
         first, stop = int(opens[i]), int(opens[i] + counts[i])
         mine = lengths[first - i : stop - i - 1]
         size = math.prod(shape) if min(shape, default=1) >= 0 else 0
+        # of Python's integers: a sum of hostile lengths may exceed an int64
         left = size - sum(mine.tolist())  # in the last range
         if size >= MAX_NBYTES or (len(mine) and left < 1):
             raise FormatError(name, expected=f"ranges inside shape {shape!r:.80}", found=f"{-left} elements too many")

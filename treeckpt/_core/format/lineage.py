@@ -18,7 +18,7 @@ import msgspec
 MAX_SEQUENCE = 1 << 62
 
 SequenceRanges = tuple[tuple[int, int], ...]
-"""(first, last) of each range, rising."""
+"""The (first, last) of each range of sequence numbers, rising."""
 
 
 class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -144,4 +144,5 @@ def next_lineage(marks: Collection[SavedCheckpoint], head: SavedCheckpoint | Non
         if not is_past:
             numbers = list(group)
             ranges.append((numbers[0], numbers[-1]))
+    # at least the step, by which checkpoints without a record count, and never past what `is_sound` takes
     return Lineage(min(max(step, above + 1), MAX_SEQUENCE - 1), head.save_id if head else "", tuple(ranges))

@@ -265,11 +265,11 @@ class FileTable(msgspec.Struct, frozen=True):
     rank: Runs = ()
     part: Runs = ()
     stream: Runs = ()
-    """Start of the file in its rank's stream of data bytes."""
+    """The start of each file in its rank's stream of data bytes."""
     nbytes: Runs = ()
-    """Bytes of the data area."""
+    """Bytes of the data area of each file."""
     header: Runs = ()
-    """Bytes before the data area."""
+    """Bytes before the data area of each file."""
 
 
 class File(msgspec.Struct, frozen=True):
@@ -291,7 +291,7 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
     record: LeafRecord
     ranks: Runs | None
     spec: ArraySpec | None
-    """None for values."""
+    """The spec of an array; None for values, blobs among them."""
     stored: ArraySpec | None
     """The spec of the bytes in shards: that of an array, of a blob uint8[n], and None for other values."""
 
@@ -318,6 +318,7 @@ class IndexCounts(msgspec.Struct, frozen=True):
     """The sum over all leaves, without arrays of one chunk and values, which are not coded as runs."""
 
 
+# `dict` gives room for the cached properties
 class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, omit_defaults=True):
     """All metadata of a checkpoint: what is known without opening a shard.
 
@@ -500,6 +501,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         record, spec = leaf.record, leaf.stored
         if isinstance(record, AliasRecord):
             base = self.entries[record.of]
+            # a region of a view is no region of its array
             return self.chunks_of(base, region if record.view is None else None, rank=rank)
         if spec is None:
             return []
@@ -523,7 +525,7 @@ def file_table(rows: Iterable[tuple[int, int, int, int, int]]) -> FileTable:
 
 
 PerRankKey = tuple[str, int]
-"""(path with `~rank*`, rank)."""
+"""The (path with `~rank*`, rank) of what a rank has of its own."""
 
 
 def build_index(

@@ -68,7 +68,7 @@ class ShardHeader(msgspec.Struct, frozen=True):
     """Start of this file in the stream of its rank's data bytes."""
     entries: tuple[ShardEntry, ...]
     hashes: tuple[int, ...]
-    """xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
+    """The xxh3-64 of every block of `block` bytes of the data area; the last block may be shorter."""
     block: int = BLOCK
     manifest: str | None = None
     """In the coordinator's shard: the index without chunks and files, as JSON."""
@@ -95,7 +95,7 @@ class _FrontMetadata(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ShardMetadata(_FrontMetadata, forbid_unknown_fields=True):
-    """`__metadata__`."""
+    """All fields of `__metadata__`."""
 
     partial: str
     dtypes: str
@@ -205,6 +205,7 @@ def encode_header(header: ShardHeader) -> bytes:
         dtypes=msgspec.json.encode(logical).decode(),
         manifest=header.manifest or "",
     )
+    # `__metadata__` comes first, so that the seal and the place of the checksums are on the first page
     text = msgspec.json.encode({"__metadata__": metadata, **tensors})
     padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     text = text.ljust(padded - 8)
@@ -218,6 +219,7 @@ def seal_at(encoded: bytes) -> int:
 
 def hashes_at(encoded: bytes) -> int:
     """Returns the offset in an encoded header of the text of its checksums."""
+    # only short fields of `__metadata__` come before: nothing that a user has named
     return encoded.index(_HASHES, 0, 1024) + len(_HASHES)
 
 
@@ -339,7 +341,7 @@ def hash_text_range(first: int, count: int) -> tuple[int, int, int]:
 
 
 def decode_hashes(text: bytes | bytearray, skip: int, count: int, name: str) -> list[int]:
-    """Decodes the checksums in those characters.
+    """Decodes checksums in the characters that `hash_text_range` tells.
 
     Raises:
         CorruptError: they are not base64, or too few.
@@ -414,6 +416,7 @@ def _check_origin(header: ShardHeader, name: str) -> None:
 
 def _check_entries(header: ShardHeader, name: str) -> None:
     end = 0
+    # an entry without bytes lies before the one that starts at the same place
     for entry in sorted(header.entries, key=lambda e: (e.start, e.nbytes)):
         if entry.start != end:
             raise FormatError(name, expected=f"an entry at byte {end}", found=f"{entry.path[:80]} at {entry.start}")

@@ -25,6 +25,7 @@ NOT_COMMITTED = "Nothing was committed; an earlier checkpoint at this path is st
 _KINDS: dict[str, type[TreeckptError]] = {
     kind.__name__: kind
     for kind in vars(errors).values()
+    # a `RankError` is made of the causes of several ranks, which a `Fault` does not carry
     if isinstance(kind, type) and issubclass(kind, TreeckptError) and kind is not RankError
 }
 """Error classes of treeckpt that can be raised for the failure of another rank."""
@@ -42,7 +43,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
     hint: str
     text: str
     common: bool = False
-    """Found by the coordinator for all ranks: no single rank has failed."""
+    """Whether the coordinator found it for all ranks: then no single rank has failed."""
     errno: int = 0
     """The number of the system's error for which a `StoreError` was raised; 0 without one."""
 
@@ -86,6 +87,7 @@ def raise_faults(
     """
     if not faults:
         return
+    # a rank alone has no others to name: its error keeps its class and its traceback
     if cause is not None and size == 1:
         raise cause
     first = faults[0]
@@ -155,7 +157,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
         self.round = Round(comm, topic, log_waits=log_waits)
         self._comm, self._path, self._hint, self._call = comm, path or topic, hint, call
         self._missed: _Reply | None = None
-        """The end of the call where this rank comes too late."""
+        """How the call has ended, where this rank comes too late for it."""
         self._error: Exception | None = None
         self._exit = contextlib.ExitStack()
 
@@ -222,6 +224,7 @@ class Exchange(contextlib.AbstractContextManager["Exchange"]):
                 reply = _Reply((), _encode(concluded.result))
             except Exception as error:
                 self._error, concluded = error, None
+                # what is wrong with the reports concerns all ranks; any other exception is a failure of rank 0
                 reply = _Reply((to_fault(error, 0, common=isinstance(error, TreeckptError)),))
         last, settle = (concluded.last, concluded.settle) if concluded is not None else (True, True)
         self.round.broadcast(_encode(reply), last=last, settle=settle)
@@ -283,6 +286,7 @@ def interrupts_told(comm: Comm, topic: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # an error that is no interrupt is told in that round itself
         if comm.size > 1 and not isinstance(error, Exception):
             following = Round(comm, topic)
             if following.join() is None:

@@ -43,6 +43,7 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
+"""Variables of the rank and of the number of ranks, of Open MPI, MVAPICH2, MPICH with its kin, and Horovod."""
 _LOCAL = (
     ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -50,6 +51,7 @@ _LOCAL = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
+"""Variables of a process's number on its host, and of the number of processes there."""
 
 
 @dataclasses.dataclass
@@ -71,13 +73,13 @@ class CommState:
     unposted_notes: list[tuple[int, str]] = dataclasses.field(default_factory=list[tuple[int, str]])
     """Rounds that this rank has abandoned, and why, of which the others do not know yet."""
     posted_notes: list[list[str]] = dataclasses.field(default_factory=list[list[str]])
-    """Keys of the notes about others."""
+    """The keys of each note that this rank has posted and not removed yet."""
     unread_keys: dict[bool, list[str]] = dataclasses.field(default_factory=dict[bool, list[str]])
     """Keys of messages that some rank may still read, of rounds (False) and of branches (True)."""
     managers: int = 0
     """Managers created so far; the number keeps their messages apart."""
     loads: int = 0
-    """Loads in the background that end together, so far, likewise."""
+    """Loads in the background that end together, so far; the number keeps their messages apart."""
     _by_prefix: dict[str, CommState] = dataclasses.field(default_factory=dict[str, "CommState"])
     _values: dict[type, object] = dataclasses.field(default_factory=dict[type, object])
 
@@ -350,7 +352,7 @@ class LaunchedRank(msgspec.Struct, frozen=True):
     rank: int
     size: int
     evidence: str
-    """Where the launcher says so, as text for errors."""
+    """What says so, as a variable of the launcher, as text for errors."""
 
 
 def launched_rank(environment: Mapping[str, str] | None = None) -> LaunchedRank | None:
@@ -397,6 +399,7 @@ def _rank_in(variables: Mapping[str, str], rank_name: str, size_name: str) -> La
 
 
 def _number(text: str | None) -> int | None:
+    # `isdigit` alone is true of digits such as a raised 2, which `int` refuses
     return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
@@ -492,12 +495,14 @@ def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
     if isinstance(comm, str):
         if comm == "alone" and world_size() > 1:
             comms = _default_store_comms()
+            # kept, so that plans and the writer process last from save to save, as those of `_SOLO` do
             return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
         if comm == "alone":
             return _SOLO
         expected = 'a process group of torch.distributed, "alone", or None for all ranks'
         raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
     if comm is not None:
+        # a comm is known by its methods: it may be of a class of the user's
         return comm if hasattr(comm, "post") else comm_of(comm)
     launched = launched_rank() if not world_size() else None
     if launched is not None and sends_messages:
@@ -570,6 +575,7 @@ def _default_store_comms() -> _StoreComms:
 
     store: Any = dist.distributed_c10d._get_default_store()
     comms = _COMMS.get(id(store))
+    # a new Store may have the id of one that is gone
     if comms is None or comms.original is not store:
         _COMMS.clear()
         comms = _COMMS[id(store)] = _StoreComms(store, dist.get_rank(), dist.get_world_size())

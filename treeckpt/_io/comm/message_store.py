@@ -196,6 +196,7 @@ class _StoreCalls:
         call = _Call(function, arguments)
         self._calls.put(call)
         if not call.ended.acquire(timeout=_ANSWER_CHECK):
+            # the clock is read only for a call that was not answered at once
             begin = time.monotonic() - _ANSWER_CHECK
             while not call.ended.acquire(timeout=_ANSWER_CHECK):
                 waited = time.monotonic() - begin
@@ -263,6 +264,7 @@ class TorchMessageStore:
         try:
             while time.monotonic() < deadline and (messages := self._calls(partial(read, all_or_none=True))) is None:
                 time.sleep(min(pause, timeout))
+                # up to twenty polls a second of each rank, see `TREE_ABOVE`
                 pause = min(pause * 1.5, 0.05)
             return self._calls(partial(read, all_or_none=False)) if messages is None else messages
         except RuntimeError as error:
@@ -326,6 +328,7 @@ def serve_leader_store(common: TorchMessageStore, leader: int) -> LeaderStore | 
     except (RuntimeError, OSError, ValueError):
         server = None
     if server is None:
+        # empty, so that the ranks below take the fallback at once
         common.post(_address_key(leader), b"")
         return fallback
     host, store = server
@@ -367,6 +370,7 @@ def _address_key(leader: int) -> str:
 
 def _new_server(store: Any) -> tuple[str, Any] | None:
     """Starts a TCPStore; returns this host's address for other ranks, and it. None where `store` is no TCPStore."""
+    # torch wraps the Store of a process group in PrefixStores
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)

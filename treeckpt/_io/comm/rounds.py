@@ -87,7 +87,7 @@ class _Superseded(Exception):
 
 
 class _ClosedRound(msgspec.Struct, array_like=True):
-    """How a round ended."""
+    """How the last closed round ended."""
 
     number: int
     topic: str
@@ -110,7 +110,7 @@ class _Broadcast(msgspec.Struct, array_like=True):
 
     last: bool
     settles: bool
-    """Whether rank 0 waits until it was read."""
+    """Whether rank 0 waits until the message was read."""
     lost: list[int]
     cut: list[int]
     """Ranks whose leader is lost."""
@@ -143,7 +143,7 @@ class Round:
         self._first = b""
         """This rank's first message, which is sent again in a later round."""
         self._ended = False
-        """Whether nothing more follows on this rank."""
+        """Whether nothing more of the round follows on this rank."""
         self._is_retry = False
         """Whether this call is made again, and ranks that were interrupted are to call again too."""
         self._noted_at: dict[int, float] = {}
@@ -159,9 +159,9 @@ class Round:
         self._nonce = secrets.token_bytes(8)
         self._nonces: dict[int, bytes] = {}
         self._sent_up: list[str] = []
-        """Keys in the leader's store."""
+        """Keys of the messages that this rank has posted in its leader's store."""
         self._sent_down: list[str] = []
-        """Keys in this rank's own store."""
+        """Keys of rank 0's messages that this rank has posted in its own store."""
 
     def join(self) -> bytes | None:
         """Opens the round on rank 0, finds it on others; returns its last message if it is over without this rank."""
@@ -176,12 +176,14 @@ class Round:
             return None
         last, closed = max(own.last_round, own.abandoned), state.closed
         joinable = state.number > last and (closed is None or closed.number < state.number)
+        # the others make the same call again: this rank joins them, and does not take the end that it missed
         retried = joinable and state.topic == self._topic
         known = closed is not None and closed.number > last and closed.topic == self._topic
         if closed is not None and known and not retried and comm.rank in closed.lost:
             own.last_round = closed.number
             leave_rounds(comm)
             return closed.message
+        # no round that this rank has abandoned, by the first rule above
         self._number = max(state.number if joinable else state.number + 1, own.abandoned + 1)
         return None
 
@@ -267,6 +269,7 @@ class Round:
             self._post_up(self._waiting_key(rank), b"")
         messages = self._collect(data) if self._below else {0: data}
         if rank == 0:
+            # looked for when all first messages are there, before anything is concluded: the third rule above
             if self._undecided and self._below and not self.lost and is_abandoned(self._comm, self._number):
                 raise _Superseded(self._number + 1)
             self._cut = set(range(self._comm.size)).difference(messages, self.lost, self._unheard)
@@ -287,6 +290,7 @@ class Round:
             if self._above is not None:
                 self._above.post(key, data)
         except RankError:
+            # it is rank 0, without which no call goes on
             if not self._leader:
                 raise
             self._above, self._leader_lost = None, True  # rank 0's next message names the leader as lost
@@ -421,6 +425,7 @@ class Round:
             interval=self._watch_interval,
             on_slow=log if self._log_waits else None,
         )
+        # the ranks below have called: rank 0 waits for no call any more, a leader may still wait for that of rank 0
         self._log_waits = self._log_waits and bool(self._comm.rank)
         for _ in self._group_sizes if not self._left else ():
             slow = [i for i, rank in enumerate(ranks) if messages[i] is None and self._is_leader(rank)]
@@ -585,6 +590,7 @@ class Round:
         """Confirms that the last message was read here and, before, by the ranks below."""
         comm = self._comm
         cut, lost = comm.rank in message.cut, comm.rank in message.lost
+        # nobody reads the messages of a rank that was given up: it removes them itself
         if (cut or lost) and self._above is not None:
             self._above.drop(self._sent_up)
         if self._below:
@@ -616,6 +622,7 @@ class Round:
         """
         comm, store = self._comm, self._store(self._comm.rank)
         below = [rank for rank in self._below if rank not in self.lost and rank not in self._unheard]
+        # `left` stands for "not read" until the store has answered
         readers, left = [*below, *sorted(self._cut)] if settle else [], list[bytes | None]([None])
         with contextlib.suppress(RankError):
             left = self._wait_left(store, readers)

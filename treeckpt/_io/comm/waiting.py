@@ -104,6 +104,7 @@ def _is_silent(
     now, begin = time.monotonic(), max(start, TERMINATION.signalled_at or 0.0)
     for key, count in zip(heartbeats, store.wait(heartbeats, 0.0), strict=True) if heartbeats else ():
         if key not in seen or seen[key][0] != count:
+            # who has sent no heartbeat is silent since the wait, or the signal, has begun
             seen[key] = count, begin if count is None else now
     return any(now - seen[key][1] > TERMINATION.limit * grace for key in heartbeats)
 
@@ -132,6 +133,7 @@ def _post_heartbeats(
     count, keys = 0, set[str]()
     with contextlib.suppress(RankError):
         connected = stores()
+        # five in the time after which a rank counts as silent, so that some may come late
         while not stop.wait(TERMINATION.limit / 5):
             count += 1
             keys.add(now := key())
@@ -217,10 +219,12 @@ def post_notes(comm: Comm) -> None:
     with contextlib.suppress(RankError), answers_within(_POST_LIMIT):
         while state.unposted_notes:
             number, why = state.unposted_notes[0]
+            # the reason comes first: who finds the second key looks for it
             keys = [_why_key(number, comm.rank), _any_key(number)]
             comm.post(keys[0], why.encode())
             comm.post(keys[1], b"")
             state.posted_notes.append(keys)
+            # after both posts: an interrupt in between has the note posted once more, and loses none
             state.unposted_notes.pop(0)
         while len(state.posted_notes) > KEPT_NOTES:
             comm.drop(state.posted_notes[0])
@@ -247,6 +251,7 @@ def note_end(comm: Comm, limit: float = _POST_LIMIT) -> None:
     base = base_of(comm)
     base.state.joined = False
     with contextlib.suppress(RankError), answers_within(limit):
+        # this one first: others look for it where they find the second key
         base.post(f"{_ENDED}/{base.rank}", b"")
         base.post(_ENDED, b"")
 

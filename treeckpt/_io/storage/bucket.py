@@ -1,4 +1,4 @@
-"""`ObjectBucket`, the protocol on which stores and runs in object storage are built, and the checks of paths and URLs.
+"""`ObjectBucket`, the protocol on which stores and runs in object storage are built, and how a URL is split for it.
 
 `obstore` implements it for S3, Google Cloud Storage and Azure, `fsspec` for all other URLs.
 """

@@ -338,6 +338,7 @@ class Checkpoint:
 
     def with_index(self, index: Index) -> Checkpoint:
         """The same files under another index."""
+        # shallow: both have the shards that were opened, and the sizes that were listed
         other = copy.copy(self)
         other.index = index
         return other
@@ -409,6 +410,7 @@ class ArrivingHeaders:
         """
         checkpoint, file, header = self._checkpoint, self._files[number], self._data[number]
         header += data
+        # nothing more comes of a file that is shorter than its header should be
         if len(header) < min(file.header, file.header if size is None else size):
             return None
         size = checkpoint.sizes.get(file.name) if size is None else size

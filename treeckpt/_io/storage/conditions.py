@@ -23,7 +23,7 @@ from urllib.request import Request, getproxies, urlopen
 from ...errors import StoreError
 
 Condition = Literal["If-None-Match", "If-Match"]
-"""That the object is new, or has a certain version."""
+"""The condition of a write: that the object is new, or has a certain version."""
 _REFUSED = re.compile(r"NotImplemented|status code: 501")
 _NO_VERSION = {"e_tag": '"00000000000000000000000000000000"'}
 """A version that no object has."""

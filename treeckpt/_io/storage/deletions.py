@@ -250,9 +250,11 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
     data = encode_index(index)
     with hold_for_repair(store) as names:
         deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
+        # an index that is missing because its checkpoint is being deleted is not made again
         gone = before is None and next(deleted, None) is not None
         if gone or (before is not None and index_state(store) != before):
             raise replaced_meanwhile(store)
+        # the shards that were read have gone since
         if before is None and not {file.name for file in index.file_list} <= names.keys():
             raise replaced_meanwhile(store)
         if before is None:
@@ -355,6 +357,7 @@ def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[Fi
             del entries[name]
             continue
         owner, alive[name] = state
+        # a lock lapses while its process may still run; then temporary files of that process stay
         if owner is not None and alive[name] is False and not is_running(owner):
             ended.add(owner.tag)
     for name in entries:
@@ -364,6 +367,7 @@ def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[Fi
     for name in _timings_without_record(entries, committed):
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder, name.split(".")[1])
+            # a save that has failed leaves timings with its error, so it has ended
             alive[name] = False if timings is not None and timings.error is not None else None
     # where a link is deleted, what it leads to stays
     return tuple(
@@ -473,9 +477,11 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
     saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if removal.files:
         with hold_lock(folder, "deleting") as own:
+            # a repair replaces files of saves alone
             locks = held_locks(folder, folder.sizes().keys() - {own}) if saves else {}
             if any(name.startswith("repairing") for name in locks):
                 return "it is being repaired"
+            # first of all, since the shards of an index that is put back are no leftovers
             back = restore_index(folder)
             if saves and committed_save_id(folder) in saves:
                 return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"

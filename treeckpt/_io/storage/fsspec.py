@@ -108,6 +108,7 @@ class FsspecBucket:
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
             data = memoryview(self._fs.cat_file(self._path(key), start=start, end=start + nbytes))
+        # of fewer bytes the size tells whether the object ends there or the answer broke off
         return RangeResponse(None if len(data) == nbytes else self.size(key), [data])
 
     def judge(self, error: Exception) -> FetchFailure:

@@ -70,7 +70,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     owner: Owner
     alive_ns: int
-    """Unix time at which it was written."""
+    """Unix time at which the file was written, in nanoseconds."""
 
 
 class KeptFile:

@@ -553,7 +553,7 @@ class ReaderCache:
 
 
 DIRECTORY_TRIES = 5
-"""How often the directory of a new file is made again."""
+"""How often the directory of a new file is made again, at most."""
 
 
 def sync_directory(directory: Path) -> None:
@@ -576,6 +576,7 @@ def make_directory(directory: Path) -> None:
     exists = directory.is_dir()
     if not exists:
         make_directory(directory.parent)
+        # another rank may create it at this moment
         directory.mkdir(exist_ok=True)
     # no save has created a directory on which a file system is mounted
     elif os.path.ismount(directory):

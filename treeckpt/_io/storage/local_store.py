@@ -160,6 +160,7 @@ class LocalStore(Store):
     def _entry(self, name: str, state: os.stat_result) -> DirectoryEntry:
         link, modified_ns = stat.S_ISLNK(state.st_mode), state.st_mtime_ns
         if link and (linked := self.linked_stat(name)) is not None:
+            # a change of either counts: of the link, or of the file that it leads to
             state, modified_ns = linked, max(modified_ns, linked.st_mtime_ns)
         return DirectoryEntry(state.st_size, modified_ns, state.st_ino, stat.S_ISREG(state.st_mode), link)
 
@@ -205,6 +206,7 @@ class LocalStore(Store):
         except FileNotFoundError:
             return True
         except OSError as error:
+            # POSIX admits both for a directory that is not empty
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 return False
             raise

@@ -464,6 +464,7 @@ class ObstoreBucket:
             for block in blocks:
                 taken += len(block)
                 yield block
+                # `UploadWindow` takes a part for sent once nothing refers to its memory any more
                 del block
 
         def put() -> None:

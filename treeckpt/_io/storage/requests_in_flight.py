@@ -98,11 +98,13 @@ class RequestDepth:
         if self._trying == "none":
             if not best / RATE_CHANGE_FACTOR < rate < best * RATE_CHANGE_FACTOR:
                 self._trying, self._known = "more", None
+        # more were worth it: half as many more are tried
         elif self._trying == "more" and rate >= best * MIN_RATE_GAIN:
             self._known = self.depth, rate
             self.depth = min(self.depth * 3 // 2, self._most)
             if self.depth == self._known[0]:
                 self._trying = "none"
+        # more have gained nothing, or fewer are enough: fewer are tried
         elif self._trying == "more" or rate >= best * ENOUGH_RATE_SHARE:
             enough = before if self._trying == "more" else self.depth
             self._known = enough, best
@@ -270,13 +272,13 @@ class _InFlight(msgspec.Struct):
     number: int
     started: float
     position: int = 0
-    """Bytes of it that were consumed."""
+    """Bytes of the range that were consumed."""
     tries: int = 1
-    """Requests that were sent for it and have not ended."""
+    """Requests that were sent for the range and have not ended."""
     hedged: bool = False
     done: bool = False
     lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
-    """Held while bytes of it are consumed."""
+    """Held while bytes of the range are consumed."""
 
 
 class RangeFetcher:
@@ -380,12 +382,14 @@ class _Run:
             if not self._left:
                 return
             nbytes = max(self._held_by(self._left[0]), 1)
+            # where nothing is in flight one range is fetched, even if it is longer than the memory
             room = max((self._memory - self._held - self._reserved) // nbytes, 0 if self._held else 1)
             count = max(min(self._places() - self._workers, len(self._left), room), 0)
             self._workers += count
         for started in range(count):  # without the lock: the first ones send their requests meanwhile
             if start_thread(self._work, "treeckpt-fetch") is None:
                 with self._changed:
+                    # the threads that were started; without any this one fetches all by itself
                     others = self._workers - (count - started)
                     self._workers = max(others, 1)
                 if not others:
