@@ -340,6 +340,7 @@ def load_into(
     """
     comm = as_comm(comm, sends_messages=together)
     with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
+        # what is new in the tree, as an array in the state of an object, is to have memory of its own
         read = msgspec.structs.replace(read_of(read, "load_into", IN_PLACE), copy=True)
         options = LoadOptions(
             **choice_of(select, exclude, rename, transforms),

@@ -46,6 +46,7 @@ def dtype_name(dtype: np.dtype[Any], path: str) -> str:
         ) from error
 
 
+# under the name that `Adapter` has for it
 known_dtype = numpy_dtype
 
 

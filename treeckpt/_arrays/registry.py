@@ -48,6 +48,7 @@ its stored values begin with. The kinds of arrays without an adapter of their na
 """
 _ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
+    # by its public name, which is that of its class too
     "treeckpt.Sharded": "sharded",
 }
 """The classes of arrays, and the module that is their adapter."""

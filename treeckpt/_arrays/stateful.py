@@ -572,6 +572,7 @@ class ExpandedTree:
                 parts = expand_states(state, rank=rank, namespace=namespace, above=path)
                 self.objects[position] = _StatefulLeaf(path, leaf, live, state if parts is None else parts.tree)
             elif (parts := tensors.get(id(leaf)) or take_apart(leaf, path)) is not None:
+                # a tensor at two places is taken apart once, so that it stays one
                 tensors[id(leaf)] = parts
                 self.objects[position] = _StatefulLeaf(path, leaf, None, parts)
             elif mappings and is_filled_by_key(type(leaf)):

@@ -255,6 +255,7 @@ def _join(node: TensorNode, parts: Mapping[str, Any], shape: tuple[int, ...], st
     try:
         if not node.cls.startswith("torch:"):
             kind = resolve(node.cls)
+            # a file may name any class: only those that make tensors of parts are called
             if not (issubclass(kind, Tensor) and wraps_tensors(kind)):
                 return None
         context = _decode_context(node.context, path)

@@ -322,6 +322,7 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
     return dtype
 
 
+# under the name that `Adapter` has for it
 known_dtype = torch_dtype
 
 

@@ -237,6 +237,7 @@ def sidecar_digests(files: Mapping[str, SidecarContent], contents: Mapping[str, 
     found = {name: checksum(data) for name, data in contents.items()}
     for name, given in files.items():
         if name not in found:
+            # rank 0 alone reads paths: what other ranks mean by one is not compared
             found[name] = "" if isinstance(given, (str, os.PathLike)) else checksum(bytes(given))
     return found
 

@@ -31,6 +31,7 @@ def start_thread(run: Callable[[], object], name: str, *, awaited: bool = False)
     Args:
         awaited: the interpreter does not end before the thread. While it ends, none is started.
     """
+    # older interpreters would start a thread that never runs, and wait for it
     if sys.is_finalizing() or (awaited and not threading.main_thread().is_alive()):
         return None
     thread = threading.Thread(target=run, name=name, daemon=not awaited)
@@ -163,6 +164,7 @@ class WorkerThreads:
                 try:
                     function()
                 except BaseException:
+                    # no further function is begun after an error
                     left.clear()
                     raise
 

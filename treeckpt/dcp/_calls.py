@@ -165,6 +165,7 @@ def _cause(error: Exception | None) -> Exception | None:
 def _error_of(fault: Fault) -> Exception:
     """Returns the error that another rank has reported."""
     kind = getattr(errors, fault.kind, None)
+    # a RankError is made of the causes of ranks, which a fault does not have
     if not isinstance(kind, type) or not issubclass(kind, TreeckptError) or kind is RankError:
         return RuntimeError(fault.text)
     return kind(fault.path, expected=fault.expected, found=fault.found, hint=fault.hint)
@@ -272,6 +273,7 @@ def async_save(
             no_dist=no_dist,
         )
     comm = comm_for(process_group, no_dist=no_dist)
+    # DCP's stager keeps this in a private attribute alone
     lazy = getattr(getattr(async_stager, "_config", None), "use_async_staging", False)
     with converted("save", comm.rank):
         pending = _api.save_async(
@@ -280,6 +282,7 @@ def async_save(
             comm=comm,
             overwrite=storage.overwrite,
             allow_pickle=storage.allow_pickle,
+            # the values of DCP's type are the names of treeckpt's writers
             background=BackgroundOptions(staging="lazy" if lazy else "copy", writer=kind.value),
         )
     return _futures_of(pending, storage, comm.rank, lazy=lazy)
@@ -344,6 +347,7 @@ def _plain(node: Any, rank: int) -> Any:
     """Returns a state dict with plain containers wherever DCP looks into one: it keeps names, and no classes."""
     if isinstance(node, Mapping):
         items = [(key, _plain(child, rank)) for key, child in node.items()]
+        # the state dict of a module has the versions of its modules in an attribute, `_metadata`
         return copy_attributes(node, OrderedDict(items)) if type(node) is OrderedDict else dict(items)
     if isinstance(node, list):
         return [_plain(child, rank) for child in node]

@@ -200,5 +200,6 @@ def fill_tensors(checkpoint: Checkpoint, targets: Iterable[tuple[Entry, Any]], c
             node = node.setdefault(key, {})
         node[entry.keys[-1]] = target
     if tree:
+        # as in DCP, what is in the checkpoint and was not asked for is ignored, and dtypes are converted
         options = LoadOptions(strict="missing", cast=True, read=ReadOptions(copy=True))
         fill_tree(checkpoint, tree, comm, options)

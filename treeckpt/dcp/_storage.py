@@ -293,6 +293,7 @@ class PlannedTree:
 
     def _value(self, item: WriteItem) -> Any:
         """Returns a value itself where the planner lets it be seen, or its bytes hold plain data; else the bytes."""
+        # a planner of another class may change the value: only what it resolves is known then
         kind: Any = type(self._planner)
         if (
             isinstance(self._planner, DefaultSavePlanner)
@@ -317,6 +318,7 @@ def _joined_pieces(pieces: list[tuple[torch.Tensor, WriteItem]]) -> Any:
     size = item.tensor_data.size
     if item.type == WriteItemType.TENSOR:
         return first
+    # empty pieces say nothing; a rank that has only such ones still names the array
     full = [(tensor, item) for tensor, item in pieces if tensor.numel()] or pieces[:1]
     offsets = [tuple(item.tensor_data.chunk.offsets) for _, item in full if item.tensor_data is not None]
     return Sharded([tensor for tensor, _ in full], tuple(size), offsets)
@@ -357,6 +359,7 @@ class SavedMetadata(dcp.Metadata):
             return getattr(object.__getattribute__(self, "_read"), name)
         return object.__getattribute__(self, name)
 
+    # it goes to another process as its path, and is read there
     def __reduce__(self) -> Any:
         return SavedMetadata, (self._path,)
 

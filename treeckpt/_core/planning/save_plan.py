@@ -208,6 +208,7 @@ def _assign_boxes(leaf: ArrayLeaf, layout: BoxLayout, loads: dict[int, int]) -> 
         if not legal or not region.within(whole):
             raise LayoutError(leaf.path, expected=f"pieces inside shape {leaf.shape}", found=f"rank {rank}: {region}")
         holders.setdefault(region, []).append(rank)
+    # an array without elements is one chunk, of the first rank that lists a piece
     if not whole.size and layout.pieces:
         return BoxOwners(((layout.pieces[0][0], whole),))
     regions = sorted(r for r in holders if r.size)

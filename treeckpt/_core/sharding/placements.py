@@ -189,6 +189,7 @@ def _select(
     new_starts = (starts[:, None, None, :] + (low - begins)).reshape(rows, -1)
     new_lengths = picked.reshape(rows, -1)
     if new_lengths.shape[1] > 1:
+        # stable, so that the intervals that stay are in the order of the local array
         order = np.argsort(new_lengths == 0, axis=1, kind="stable")
         width = max(1, int((new_lengths > 0).sum(1).max(initial=1)))
         order = order[:, :width]

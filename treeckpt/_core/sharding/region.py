@@ -298,6 +298,7 @@ def strides_in(shape: Sequence[int], order: Sequence[int] | None, itemsize: int)
         order: the dimensions from the outermost to the innermost in memory; None for C order.
     """
     if order is None:
+        # torch counts a dimension without elements as one of length 1
         return c_strides([max(n, 1) for n in shape], itemsize)
     strides = [0] * len(shape)
     stride = itemsize
