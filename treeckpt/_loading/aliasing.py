@@ -68,6 +68,7 @@ def tied_to(
         in_place: whether one object in both places is one array; as a pattern of new arrays it may mean two.
     """
     shapes = {leaf.shape for _, leaf in lacking if hasattr(leaf, "shape")}
+    # only leaves of a missing shape are looked at: each look describes a target
     alike = [(name, leaf) for name, leaf in there if getattr(leaf, "shape", None) in shapes] if shapes else []
     places = {place: (name, leaf) for name, leaf in alike if (place := _place_of(leaf, rank)) is not None}
     objects = {id(leaf): name for name, leaf in alike} if in_place else {}
@@ -84,6 +85,7 @@ def _place_of(leaf: object, rank: int) -> object:
     """Returns a key, equal for leaves that are filled together; None for a leaf without memory."""
     try:
         target = target_of(leaf, "", rank)
+    # the match of this leaf names what is wrong with it
     except TreeckptError:
         return None
     return memory_key(target) if target is not None else None

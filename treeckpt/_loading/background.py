@@ -56,6 +56,7 @@ def start_load(path: Any, load: Callable[[Any], Any]) -> PendingLoad:
     def run() -> None:
         result, error = None, None
         try:
+            # the current CUDA device belongs to a thread: in a new one it is device 0
             set_device()
             result = load(_stopped_at_exit(path))
         except BaseException as failed:
@@ -63,6 +64,7 @@ def start_load(path: Any, load: Callable[[Any], Any]) -> PendingLoad:
         pending.set_finished(result, error)
 
     if start_thread(run, "treeckpt-load") is None:
+        # where no thread can be started the caller waits for the load here
         run()
     return pending
 

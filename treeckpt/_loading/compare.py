@@ -118,6 +118,7 @@ def delta_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf, *, cap: int | None 
     elements = Region.whole(x.spec.shape).size
     left = elements * len(ranks) if cap is None else cap // (2 * itemsize)
     sums = _Sums()
+    # ranks that only one side has have nothing to be compared with
     for rank, other in zip(ranks, others, strict=False):
         step = max(1, READ_NBYTES // itemsize)
         for start in range(0, min(elements, left), step):
@@ -182,6 +183,7 @@ class _Sums:
 
     def _add(self, left: np.ndarray, right: np.ndarray, dtype: str | None) -> None:
         width = left.dtype.itemsize
+        # as bits: a NaN equals itself, and -0.0 is not 0.0
         if width in (1, 2, 4, 8):
             differs = left.view(f"u{width}") != right.view(f"u{width}")
         else:
@@ -195,6 +197,7 @@ class _Sums:
             return
         finite = np.isfinite(numbers) & np.isfinite(others)
         if not finite.all():
+            # two numbers in an element are a second dimension: transposed, the elements are last, as in `differs`
             self.not_finite += int((differs & ~finite.T).sum())
             numbers, others = numbers[finite], others[finite]
         self.finite += numbers.size
@@ -204,6 +207,7 @@ class _Sums:
             self.most = max(self.most, float(gaps.max(initial=0.0)))
             if numbers.dtype.kind == "c":
                 numbers, others = numbers.view(np.float64), others.view(np.float64)
+            # hypot joins norms without squares, which could overflow
             self.before = math.hypot(self.before, norm_of(numbers.reshape(-1)))
             self.after = math.hypot(self.after, norm_of(others.reshape(-1)))
             self.change = math.hypot(self.change, norm_of(gaps))

@@ -24,6 +24,7 @@ from .._threads import WorkerThreads
 from .plan import ContiguousMemory, Read, copy_contiguous, parts_of
 
 READERS = 3
+"""Threads that read at the same time, and the buffers of a load."""
 BEFORE_THREADS = 1 << 20
 """Bytes that are read before threads are ready."""
 
@@ -57,6 +58,7 @@ class Buffers:
 
     def take(self) -> memoryview:
         """Returns a buffer; waits until one was given back if all are taken."""
+        # allocated when it is first needed: reads that go straight to their places need none
         return self._free.get() or aligned_buffer(-(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES, huge=True)
 
     def give_back(self, buffer: memoryview) -> None:
@@ -81,6 +83,7 @@ def execute_local(run: ReadRun, reads: Sequence[Read], *, memory: int) -> None:
     Raises:
         CorruptError: bytes are missing, or differ from their checksum.
     """
+    # nothing to do at the same time, or done before a thread has started
     if len(reads) <= 1 or sum(read.nbytes for read in reads) < BEFORE_THREADS:
         buffers = Buffers(reads, 1)
         for read in reads:
@@ -151,6 +154,7 @@ def _read_mapped(run: ReadRun, read: Read) -> bool:
         if memory is None:
             return False
         if run.verify:
+            # before the copy: damaged bytes do not reach an array
             check_blocks(store, run.shard(read.file), read.start, memory)
         run.recorder.add("read", begin, run.recorder.now(), read.nbytes)
         put_all(run, read, memory)

@@ -32,6 +32,7 @@ def execute_remote(run: ReadRun, reads: Sequence[Read], *, memory: int) -> None:
         CorruptError: bytes are missing, or differ from their checksum; or a shard is missing, cut short, or of another
             save.
     """
+    # twice at most: after the first fetch all shards are open, and reads can follow their blocks
     while reads:
         with populating([read.memory for read in reads if read.memory is not None]) as arrived:
             fetch = _Fetch(run, reads, arrived)
@@ -61,6 +62,7 @@ class _ArrivingRead:
         self.destination, self.collected = 0, read.memory
         self._direct = bool(read.destinations) and type(read.destinations[0]) is ContiguousMemory
         if read.destinations and not self._direct and read.memory is None:
+            # a box is copied with strides, which takes all of its bytes
             self.collected = np.empty(read.nbytes, np.uint8).data
 
     def put(self, at: int, data: memoryview) -> bool:
@@ -114,6 +116,7 @@ class _Fetch:
         if number < self._first:
             self._headers.take(number, at, data, size)
             return
+        # from now on memory gets its pages from what is written to it, not in advance
         self._arrived.set()
         read = self._reads[number - self._first]
         position = read.file.header + read.start
@@ -122,6 +125,7 @@ class _Fetch:
             raise too_short(url, position, read.nbytes, max(size - position, 0), what="object")
         if not at:
             shard = self._run.shard(read.file)
+            # its edges have no checksum of their own
             if self._run.verify and rounded_out(read, shard.block) is not read:
                 self.passed_over.append(read)
             else:

@@ -75,9 +75,11 @@ class SharedRead:
             what = (one.box, one.chunk, one.itemsize) if isinstance(one, BoxDestination) else type(one).__name__
             # equal on two ranks if the same reads serve both
             text = repr((read.file.rank, read.file.part, read.start, read.stop, what))
+            # the count tells reads of one rank apart that are equal, such as those of two targets of one array
             mine[xxhash.xxh3_64_intdigest(f"{save_id} {text} {seen[text]}".encode())] = read
             seen[text] += 1
         with log_if_slow(self.rank, "load that reads once"):
+            # digests alone: every rank receives those of every other one
             received = self.settle(None, (_host(), list(mine)), step="agreeing")
         here = {rank: digests for rank, (host, digests) in sorted(received.items()) if host == _host()}
         holders: dict[int, list[int]] = {}
@@ -106,6 +108,7 @@ class SharedRead:
         replaced = False
         if fault is not None:
             try:
+                # looked up before the exchange, so that all ranks try the next version, or none does
                 replaced = isinstance(fault, Replaced) or any(one.is_replaced() for one in self.checkpoints)
             except CheckpointNotFound as error:
                 fault = error
@@ -203,6 +206,7 @@ class SharedRead:
                     _execute(run, reads, memory)
                 nbytes += sum(read.nbytes for read in self.owned(reads, members))
             except Exception as error:
+                # the first failure is the cause of those that follow
                 fault = fault or error
         if fault is not None:
             raise fault
@@ -220,6 +224,7 @@ def _host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
+    # machines can have one name; each of their boots has an id of its own
     return f"{socket.gethostname()}/{boot}"
 
 
@@ -293,6 +298,7 @@ class _Relay(msgspec.Struct, frozen=True):
         work = self.work
         if work.fault is not None:
             raise work.fault
+        # from here on the members receive these bytes: a failure must not be sent in their place
         del work.unsent[self.number]
         with work.sending(self.number, data, failed=False):
             put_all(work.local, self.read, data)
@@ -358,6 +364,7 @@ class _SharedList:
                 _execute(msgspec.structs.replace(self.local, written=[]), own, self._memory)
         except Exception as error:
             self.fault = self.fault or error
+        # the other members wait for so many bytes, whatever these are
         nothing = memoryview(bytearray(max((read.nbytes for read in self.unsent.values()), default=0)))
         for number, read in self.unsent.items():
             with self.sending(number, nothing[: read.nbytes], failed=True):
@@ -370,6 +377,7 @@ class _SharedList:
         import torch.distributed as dist
 
         bytes_ = torch.frombuffer(memory_at(address_of(data), len(data)), dtype=torch.uint8)
+        # two tags for each read: its bytes, and whether they mean anything
         messages = [(number * 2, bytes_), (number * 2 + 1, torch.full((1,), float(failed)))]
         sent: list[tuple[int, Any]] = []
         for rank in self._members:

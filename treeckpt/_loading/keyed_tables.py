@@ -124,6 +124,7 @@ def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
     at = order[np.minimum(at, len(theirs) - 1)] if len(theirs) else at
     there = theirs[at] == ids if len(theirs) else np.zeros(len(ids), bool)
     numbers = at[there] + rows.start if rows.picked is None else rows.picked[at[there]]
+    # rising numbers of rows, so that rows that lie near each other are read together
     turn = np.argsort(numbers)
     return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
 
@@ -210,6 +211,7 @@ def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
     Raises:
         FormatError: the first rows of the buckets are no rows of the table.
     """
+    # all slots of a table ask for the same rows
     known = job.chosen_rows.get((ids.number, path))
     if known is not None:
         return known
@@ -412,6 +414,7 @@ def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, le
         )
     rows, (start, stop) = leaf.spec.shape[0], owned
     if saved != spec:
+        # ids are classified while they are read: only a bit for each row is kept
         chosen = _Chosen(rows, spec, owned)
         read_now(job, leaf, path, Region((0,), (rows,)), chosen)
         picked = np.flatnonzero(chosen.mask)

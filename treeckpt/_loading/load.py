@@ -61,7 +61,7 @@ class _SavedTree(msgspec.Struct):
     structure: Structure
     slots: list[LeafPlaceholder]
     tensors: dict[object, object] = {}
-    """Those that are made of others, by class and parts."""
+    """The tensors that are made of others, by class and parts."""
 
     def build(self) -> object:
         """Returns the tree, once all is read."""
@@ -79,6 +79,7 @@ class _SavedTree(msgspec.Struct):
 
     def _tensor(self, made: TensorParts, path: str) -> object:
         """Returns a tensor that is made of others, or its parts."""
+        # by identity: parts of tied tensors are the same objects, and equal parts of two tensors are not
         known = made.node, tuple(map(id, made.parts.values()))
         if known in self.tensors:
             return self.tensors[known]  # tied when it was saved
@@ -101,6 +102,7 @@ def _match_saved(job: Load) -> _SavedTree:
     job.read_blobs(taken)
     by_path = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
+    # after rules the structure is that of this rank already
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = _own_structure(structure, job)
     left_out = LeafPlaceholder(...)
@@ -156,6 +158,7 @@ def _tie(job: Load, leaf: Leaf, slot: LeafPlaceholder, made: Mapping[int, LeafPl
     assert isinstance(record, AliasRecord) and spec is not None, "only ties are left"
     base, base_spec = made[record.of].leaf, job.index.entries[record.of].spec
     job.loaded += 1
+    # a parameter and a plain tensor can share an array, but not be one object
     same = base_spec is not None and (base_spec.kind, base_spec.requires_grad) == (spec.kind, spec.requires_grad)
     if record.view is None and same:
         slot.leaf = base
@@ -211,6 +214,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
     """Matches the leaves of a tree with saved ones; arrays are added to what is read, not yet read."""
     structure, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace)
     sequences = compare_containers(job, like, structure)
+    # by identity: an equal list at another place may match leaf by leaf
     whole = frozenset(id(sequence.here) for sequence in sequences.values())
     if sequences:
         _, leaves = flatten(like, rank=job.rank, namespace=job.options.namespace, whole=whole)
@@ -248,6 +252,7 @@ def _pair_in_order(job: Load, places: Sequence[tuple[object, str]]) -> _Pairs:
     """Pairs the leaves of a tree with all saved ones, which have the same paths in the same order."""
     pairs: _Pairs = []
     for (wanted, path), leaf in zip(places, job.view.entries, strict=True):
+        # rows are found by ids, and an absent slot may be filled: a column needs more than its path
         if type(wanted) is TableColumn:
             pairs.append((wanted, path, find_column(job, wanted, path)))
         elif wanted is ...:
@@ -357,6 +362,7 @@ def _slot(
 ) -> LeafPlaceholder:
     if leaf.spec is None:
         value = job.value(leaf, path)
+        # a numpy scalar has a shape and a dtype too, and is a value: no array is made like it
         if isinstance(wanted, ArraySpec) or (
             _is_array_like(wanted)
             and (target_of(wanted, path, job.here) if in_place else like_of(wanted, path, job.here, None)) is not None
@@ -384,6 +390,7 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
             check_tables(job, options.ids)
         matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
     read = options.read
+    # ranks that share reads plan the same ranges, so each has to know the shards' own blocks before
     job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
     tree = matched.build()
     if isinstance(matched, _MatchedTree):
@@ -411,6 +418,7 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
         check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
+    # shards of several checkpoints are opened before the first one fills anything
     reading = BatchOptions(
         jobs[0].memory, options.read.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
     )
@@ -461,6 +469,7 @@ def _is_same(old: object, new: object) -> bool:
     if _is_array_like(old) or _is_array_like(new):
         return False
     try:
+        # a value that only pickle can store has no stored form to compare: it counts as changed
         return is_same_value(old, new)
     except TreeckptError:
         return False

@@ -148,6 +148,7 @@ class Load:
         self.take = None if options.read.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
+        # ranks that send each other what they read do not also take turns through the page cache
         readers = ranks_of_host(comm) if not options.read.once else (self.here,)
         self.batch = ReadBatch(
             checkpoint, self.source_rank, self.recorder, whole=options.bad is None, here=(self.here, readers)
@@ -157,7 +158,7 @@ class Load:
         """Where the rows of chosen ids are, by the number and path of the ids of a table."""
         self.loaded = 0
         self._blobs: dict[int, Blob] = {}
-        """By leaf number, values that were read from shards."""
+        """The values that were read from shards, by leaf number."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.in_parts: list[tuple[str, str]] = []
@@ -275,6 +276,7 @@ class Load:
         spec, device = abstract_of(wanted, path, self.here), self.options.device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
+            # where nothing else is asked for there is nothing to compare
             if spec is not leaf.spec:
                 self.check(path, leaf, spec)
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
@@ -386,7 +388,7 @@ class Load:
 VIEWS = 64 << 20
 """Bytes that views may take as arrays of their own, whatever files there are."""
 TIMES = 16
-"""Times the bytes of all files that they may take beyond those."""
+"""Times the bytes of all files that views may take beyond `VIEWS`."""
 
 
 class Claims:
@@ -433,6 +435,7 @@ class Claims:
         """
         for source in leaf.sources.values() if isinstance(leaf, ComposedLeaf) else (leaf,):
             spec, record = source.stored, source.record
+            # ties and views have no bytes of their own in the files
             if source.number in self._counted or spec is None or type(record) is AliasRecord:
                 continue
             self._counted.add(source.number)

@@ -107,7 +107,7 @@ class _Part(msgspec.Struct):
     wins: set[str] = set()
     """The paths that it gives."""
     joined: dict[str, Load] = {}
-    """As `LoadOptions` has it."""
+    """Columns of tables that another checkpoint gives, as `LoadOptions.joined` has them."""
 
 
 class BankMember(Protocol):
@@ -231,6 +231,7 @@ def _check_asked(
         if type(leaf) is TableColumn and leaf.name in leaf.view.table.fill:
             continue
         spec = abstract_of(leaf, path, here)
+        # of rules too the last one's counts
         filler = next((part for part in reversed(parts) if part.job.filled(path, spec) is not None), None)
         if filler is None:
             missing.append(path)
@@ -325,6 +326,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     sources: list[tuple[Checkpoint, LoadOptions]] = []
     for part in parts:
         rules, only = part.job.options.rules, frozenset(part.wins)
+        # each lacks what others give: `strict` was applied to all of them together
         own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined)
         sources.append((part.job.checkpoint, own))
     return _Provided(sources, differences)
@@ -334,6 +336,7 @@ def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object
     """Merges several trees; `...` where none has a leaf."""
     flat = [flatten(tree, rank=comm.rank, namespace=options.namespace) for tree in trees]
     every = [(index_path(path, comm.rank), leaf) for _, leaves in flat for path, leaf in leaves]
+    # of one path only one tree has a leaf: each checkpoint loaded what it provides
     given_by_path = {path: leaf for path, leaf in every if leaf is not ...}
     left_out = frozenset(path for path, leaf in every if leaf is ... and path not in given_by_path)
     structure = reduce(partial(merge_sources, left_out=left_out), (structure for structure, _ in flat))
@@ -360,6 +363,7 @@ def load_bank(bank: Bank, like: object, comm: Comm, options: LoadOptions) -> tup
     reports: list[LoadReport] = []
     trees: list[object] = []
     for checkpoint, own in provided.sources:
+        # with like each fills in its leaves and passes on the others
         tree, report = load_tree(checkpoint, trees[-1] if trees and like is not None else like, comm, own)
         trees.append(tree)
         reports.append(report)

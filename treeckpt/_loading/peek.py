@@ -34,6 +34,7 @@ MIN_COMPARED_NBYTES = 4 * BLOCK
 MAX_ROW_GAP = 512
 """Unneeded bytes between two rows that are rather read than skipped."""
 MAX_READS = 1 << 16
+"""Reads of one peek, at most: rows that lie far apart take one each."""
 
 
 class Peek(msgspec.Struct, frozen=True):
@@ -104,8 +105,10 @@ def _read(store: Store, index: Index, path: str, reads: Sequence[Read], shown: i
     sizes = store.sizes()
     fronts: dict[str, tuple[OpenedShard, int]] = {}
     for file in {read.file.name: read.file for read in reads}.values():
+        # files of other programs have no header with checksums of blocks
         if not isinstance(index, ForeignIndex):
             fronts[file.name] = open_front(store, index, file, sizes.get(file.name))
+        # to show a few elements all of it would be computed
         elif file.rank in index.computed:
             raise LayoutError(
                 path,

@@ -45,7 +45,7 @@ class Destination(Protocol):
     start: int
     """The first of the bytes, in the data area of the file."""
     stop: int
-    """One past the last."""
+    """One past the last of the bytes, in the data area of the file."""
 
     def write(self, data: memoryview) -> None:
         """Takes the bytes, all at once."""
@@ -59,7 +59,7 @@ class Read(msgspec.Struct, frozen=True, gc=False):
     start: int
     """The first byte, in the data area of the file."""
     stop: int
-    """One past the last byte."""
+    """One past the last byte, in the data area of the file."""
     destinations: Sequence[Any] = ()
     """Each a `Destination`, by `start`, all of one kind; empty if the bytes are only verified, or stay in `memory`."""
     memory: memoryview | None = None
@@ -97,9 +97,9 @@ class ContiguousMemory(msgspec.Struct, frozen=True, gc=False):
     start: int
     stop: int
     address: int
-    """Of the byte at `start`."""
+    """The address of the byte at `start`."""
     memory: Any
-    """Keeps what is at the address allocated."""
+    """The object that keeps what is at the address allocated."""
 
     def part(self, start: int, stop: int) -> ContiguousMemory:
         """Returns the destination of some of the bytes."""
@@ -203,6 +203,7 @@ def plan_reads(
 
 def _tiles(read: Read, limit: int, gap: int) -> Iterator[Read]:
     """Cuts a box into tiles of bounded span."""
+    # so few bytes cannot leave out a gap that is worth a second request
     if read.nbytes <= min(gap, limit):
         yield read
         return
@@ -248,6 +249,7 @@ def _cut(read: Read, size: int) -> Iterator[Read]:
         return
     left, number = read.destinations, 0
     across: list[ContiguousMemory] = []
+    # multiples in the file are edges of blocks: no block with a checksum is read twice
     for low, high in split_at_multiples(read.start, read.stop, 0, size):
         inside = across
         while number < len(left) and left[number].start < high:
@@ -301,6 +303,7 @@ def parts_of(read: Read) -> list[memoryview] | None:
     parts: list[memoryview] = []
     position = read.start
     for destination in destinations:
+        # a byte that two destinations want can be received only once
         if destination.start < position or len(parts) > MOST_PARTS:
             return None
         if destination.start > position:

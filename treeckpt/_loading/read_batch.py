@@ -109,9 +109,9 @@ class ReadBatch:
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
         self._wanted: list[Read] = []
-        """Each with one destination."""
+        """What is to be read, each with one destination."""
         self._file: File | None = None
-        """Where the last array was found."""
+        """The file in which the last array was found."""
         self._checked: set[tuple[str, str]] = set()
         """Kinds and dtypes of new arrays whose library is there."""
         self._first: ReadBatch | None = None
@@ -145,6 +145,7 @@ class ReadBatch:
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
+        # a library that is missing is an error before anything is read
         if (spec.kind, spec.dtype) not in self._checked:
             check_library(spec, path)
             self._checked.add((spec.kind, spec.dtype))
@@ -323,6 +324,7 @@ class ReadBatch:
         steps: dict[str, int] = {}
         for name, file in files.items():
             later = self._far and ahead and not self.checkpoint.is_open(file, whole=self.whole)
+            # of a shard that is not open yet the usual size is assumed; `execute_remote` looks whether it is
             block = BLOCK if later else self._run.shard(file).block
             steps[name] = block if verify else PAGE_NBYTES
         return steps
@@ -349,6 +351,7 @@ class ReadBatch:
     def put(self, options: BatchOptions) -> None:
         """Reads what was planned and puts it in place; each block is compared with its checksum on the way."""
         if options.in_place:
+            # before the first byte: a fill that fails midway has changed tensors too
             mark_written([filled.target.leaf for filled in self.filled])
         relay = options.relay
         with together(relay):
@@ -402,6 +405,7 @@ class ReadBatch:
         with together(relay):
             for members, reads in self._work:
                 mine = relay.owned(reads, members) if relay is not None else reads
+                # without destinations: the bytes are compared in a buffer, and no target is written
                 checks = [Read(read.file, read.start, read.stop, shared=read.shared or stays) for read in mine]
                 self._execute(checks, options.memory)
 

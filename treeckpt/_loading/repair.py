@@ -65,6 +65,7 @@ def repair_store(store: Store) -> VerifyReport:
     if any(problem.file == timings_name(index.save_id) for problem in report.problems):
         _drop_timings(store, index.save_id, repairs)
         report = verify_checkpoint(Checkpoint(store))
+    # the report would be of another save than the repairs
     if read_index(store).save_id != index.save_id:
         raise replaced_meanwhile(store)
     return msgspec.structs.replace(report, repairs=tuple(repairs))
@@ -77,6 +78,7 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
     try:
         return read_index(store)
     except CheckpointNotFound:
+        # a deletion that was begun: the index is gone on purpose
         if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
             raise
         index = rebuild_from_shards(store)
@@ -209,12 +211,14 @@ def _proven_header(header: ShardHeader, old: bytes, computed: Sequence[int]) -> 
     text = old[hashes_at(bare) :][: len(base64.b64encode(bytes(8 * len(computed))))]
     choices = [computed]
     with contextlib.suppress(binascii.Error, ValueError):
+        # where data is damaged too, the checksums that were written are in the old header alone
         choices.append(np.frombuffer(base64.b64decode(text, validate=True), "<u8").tolist())
     for hashes in choices:
         if len(hashes) != len(header.hashes):
             continue
         new = with_hashes(bare, hashes)
         rest = (new[: seal.start], new[seal.stop :])
+        # the seal proves the rest; or only the seal is damaged, which then follows from the rest
         if new[seal] == old[seal] or rest == (old[: seal.start], old[seal.stop :]):
             return new
     return None
@@ -228,6 +232,7 @@ def _keep(store: Store, name: str) -> str:
     aside = damaged_name(name, secrets.token_hex(8))
     if (directory := store.traits.local_path) is not None:
         with contextlib.suppress(OSError, NotImplementedError):  # not every file system and system has such links
+            # a second name for the bytes, without a copy
             os.link(directory / name, directory / aside, follow_symlinks=False)
             store.sync()
             return aside

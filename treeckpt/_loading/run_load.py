@@ -61,6 +61,7 @@ def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
         except OSError as error:
             raise wrap_read_error(error, store.url) from error
     if not is_ours:
+        # imported here: only where another program wrote the files are these modules needed
         from .._foreign.files import foreign_at
         from .._foreign.foreign_checkpoint import ForeignCheckpoint
 
@@ -136,6 +137,7 @@ def on_versions(
             except Replaced:
                 pass
             except (TreeckptError, OSError) as error:
+                # a rank that tried again alone would wait for ranks that do not: together they learn it by Replaced
                 if together or not _are_replaced(checkpoints, error):
                     if isinstance(error, OSError):
                         raise wrap_read_error(error, stores[0].url) from error
@@ -204,6 +206,7 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
             return _load(source, wanted, comm, own)
 
         with gc_paused():
+            # with shared reads a rank that begins again alone would leave the others waiting
             return in_parts_if_needed(run, always=bool(options.read.once))
 
     return on_versions(
@@ -275,6 +278,7 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
         before: list[LoadReport] = []
 
         def as_saved(path: str, *, arrays: bool) -> Any:
+            # an object asks for what it needs, on whichever ranks have it: no rank may wait for others here
             read = msgspec.structs.replace(options.read, copy=False, once=False)
             own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
             saved, report = _load(source, None, comm, own)

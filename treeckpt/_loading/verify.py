@@ -161,6 +161,7 @@ def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None
     try:  # the save of the index that is there: a later one beside it may never have been committed
         index = rebuild_from_shards(store, save_id=legible_save_id(before), on_read=on_read)
     except CheckpointError:
+        # without a save id any whole save was tried already
         if legible_save_id(before) is None:
             raise
         index = rebuild_from_shards(store, on_read=on_read)
@@ -187,6 +188,7 @@ def survey_shards(
         with contextlib.suppress(CheckpointError, OSError):
             return _survey_fetched(store, index, files, sizes, keep, moments)
         if moments is not None:
+            # what the failed fetch added would be counted twice
             moments.clear()
     # or a range cannot be read: this way finds out which
     return (survey_shard(store, index, file, sizes.get(file.name), keep=keep, moments=moments) for file in files)
@@ -336,6 +338,7 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMome
         all_read = True
         for at in range(start, start + len(data), opened.block):
             part = data[at - start : at - start + opened.block]
+            # a read of many blocks fails for one of them: each is read alone to find it
             if failed and (error := _error_of(store, opened, at, part)):
                 all_read = False
                 first, why = file.header + at, f"they cannot be read: {error}"
@@ -344,6 +347,7 @@ def _bad_blocks(store: Store, opened: OpenedShard, there: int, moments: LeafMome
                 yield _unlike(opened, at, len(part))
         if moments is not None:
             moments.add(file, start, data)
+        # a disk that reads only at the second try is worth a warning, and no damage
         if failed and all_read:
             first = file.header + start
             where = f"{store.url}/{file.name}: bytes {first}:{first + len(data)}"
@@ -358,6 +362,7 @@ def _read_steps(store: Store, opened: OpenedShard, there: int) -> Iterator[tuple
     """
     step = _step(opened)
     parts = [(start, min(step, there - start)) for start in range(0, max(there, 0), step)]
+    # two: one is compared while the other is filled
     buffers = [aligned_buffer(min(step, there), huge=True) for _ in parts[:2]]
     with ThreadPool(1, "treeckpt-verify") as reader:
 
