@@ -202,7 +202,7 @@ class _MatchedTree(msgspec.Struct):
     whole: frozenset[int]
     """The ids of sequences of values that are leaves here, as they take the saved content whole."""
     loaded: dict[str, bool]
-    """By path, whether each leaf is loaded."""
+    """Whether each leaf is loaded, by path."""
 
     def build(self, leaves: Iterable[object] | None = None) -> object:
         """Returns the tree with other leaves; by default with what was read."""
@@ -245,7 +245,7 @@ def _match(job: Load, like: object, *, in_place: bool) -> _MatchedTree:
 
 
 _Pairs = list[tuple[object, str, Leaf | None]]
-"""Of each leaf of a tree: what is wanted, its path, and the saved leaf that is loaded there."""
+"""What is wanted at each leaf of a tree, its path, and the saved leaf that is loaded there."""
 
 
 def _pair_in_order(job: Load, places: Sequence[tuple[object, str]]) -> _Pairs:

@@ -117,12 +117,12 @@ class BankMember(Protocol):
 
     @property
     def view(self) -> Index | View:
-        """Its leaves, after its rules."""
+        """The leaves of the checkpoint, after its rules."""
         ...
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all its leaves, selected or not, after its rules."""
+        """The names of all leaves of the checkpoint, selected or not, after its rules."""
         ...
 
     def selected(self, path: str) -> bool:

@@ -116,7 +116,7 @@ DEFAULT_FACTORIES: dict[str, Callable[[], object]] = {
         collections.OrderedDict,
     )
 }
-"""By name: the functions that the `default_factory` of a defaultdict can be."""
+"""The functions that the `default_factory` of a defaultdict can be, by name."""
 
 
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
@@ -206,11 +206,13 @@ def _keyed_node(
     """Builds a node of a class with `keys` and `children` after its other fields."""
     encoded: list[Value] = []
     for key in keys:
+        # JSON holds it as it is, and every such text is a valid name
         if type(key) is str and key.isascii():
             encoded.append(key)
         else:
             key_text(key, path)  # raises for a key that has no text
             encoded.append(encode_value(key, path))
+    # Python hashes text with a secret, so nobody can choose many of one hash
     if any(type(key) is not str for key in keys):
         refuse_hash_collisions(keys, path)
     return kind(*fields, tuple(encoded), children)
@@ -252,6 +254,7 @@ def _flatten_registered(tree: Any, entry: Any, path: str) -> FlattenedContainer:
     children, auxiliary = list(flat[0]), flat[1]
     keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
     fields = (type_name(type(tree)), encode_value(auxiliary, path))
+    # two children of one name would have one path
     if len({key_text(key, path) for key in keys}) != len(children) or len(keys) != len(children):
         raise TreeError(
             path,
@@ -323,14 +326,17 @@ def mapping_base(kind: type) -> Any:
     """Returns the class that stores the items of a mapping class: dict, OrderedDict or UserDict; None for others."""
     bases: tuple[type, ...] = (collections.OrderedDict, dict, collections.UserDict)
     base = next((base for base in bases if issubclass(kind, base)), None)
+    # the first two have nodes of their own, and a Counter is a value
     if base is None or kind in (dict, collections.OrderedDict, collections.Counter):
         return None
     for parent in type.__getattribute__(kind, "__mro__"):
         names = type.__getattribute__(parent, "__dict__")
+        # state in slots is not in `__dict__`, and would be lost
         if "__treeckpt_leaf__" in names or names.get("__slots__"):
             return None
         if parent not in (object, dict, collections.OrderedDict) and not parent.__flags__ & _HEAP_TYPE:
             return None
+    # a load cannot find a class that a function has defined
     return None if "<locals>" in type_name(kind) else base
 
 
@@ -400,7 +406,7 @@ class ObjectState(dict[Any, Any]):
     of: str
     """The class of the object."""
     versions: dict[Any, Any]
-    """Those of a module's submodules; empty for all other objects."""
+    """The versions of a module's submodules; empty for all other objects."""
 
     @classmethod
     def from_object(cls, owner: object, state: Mapping[Any, Any]) -> ObjectState:

@@ -38,9 +38,9 @@ class ModuleMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     names: tuple[str, ...]
     values: tuple[Value, ...]
-    """Those of up to `SHARED_NBYTES` are distinct; a larger one is of one module."""
+    """The values, of which those of up to `SHARED_NBYTES` are distinct; a larger one is of one module."""
     numbers: Runs
-    """For each name the number of its value."""
+    """The number of the value of each name."""
 
     def by_name(self) -> dict[str, Value]:
         """Returns the value of each module as it is stored."""
@@ -50,6 +50,7 @@ class ModuleMetadata(msgspec.Struct, frozen=True, array_like=True):
     def decoded(self, path: str) -> collections.OrderedDict[str, Any]:
         """Returns what torch has in `_metadata`, with objects of its own for each module."""
         made: list[Any] = [decode_value(value, path) for value in self.values]
+        # a dict of scalars is copied: to decode it for each module takes longer
         is_flat = [type(one) is dict and _SCALARS.issuperset(map(type, one.values())) for one in made]
         return collections.OrderedDict(
             (name, dict(made[n]) if is_flat[n] else decode_value(self.values[n], path))
@@ -72,6 +73,7 @@ class DictAttributes(msgspec.Struct, frozen=True, array_like=True):
         """
         if (metadata := self.metadata) is not None:
             check_runs(metadata.numbers, path=path, length=len(metadata.names), low=0, high=len(metadata.values))
+            # else a few bytes of a file could become a large value of each of many modules
             uses = np.bincount(decode_runs(metadata.numbers), minlength=len(metadata.values))
             for number in np.flatnonzero(uses > 1).tolist():
                 if (nbytes := len(msgspec.json.encode(metadata.values[number]))) > SHARED_NBYTES:
@@ -132,6 +134,7 @@ def _encode_metadata(given: Mapping[str, Any], path: str) -> ModuleMetadata:
         version = local.get("version") if type(local) is dict and len(local) == 1 else None
         try:
             name.encode()
+            # True is no version: as a key it would be found as 1
             known = versions.get(version) if type(version) is int else None
             stored[name] = encode_value(local, f"{path}[{name!r}]") if known is None else known
         except (TreeckptError, UnicodeEncodeError) as error:
@@ -153,6 +156,7 @@ def metadata_of(stored: Mapping[str, Value]) -> ModuleMetadata:
     column: list[int] = []
     seen: dict[int, int] = {}
     for value in stored.values():
+        # most modules have the very object of another one, which is encoded once
         number = seen.get(id(value))
         if number is None:
             text = msgspec.json.encode(value)
@@ -221,11 +225,13 @@ def renamed_modules(stored: Mapping[str, T], keys: Iterable[str], moves: Sequenc
         moves: the names before and after of each entry that is still there.
     """
     parents = dict.fromkeys((old.rpartition(".")[0], new.rpartition(".")[0]) for old, new in moves)
+    # in reverse, so that the first of several origins counts
     origins = {new: old for old, new in reversed(parents)}
     unmoved: set[str] = set()
     for old, new in parents:
         before, after = (name.split(".") if name else [] for name in (old, new))
         unmoved.update(".".join(before[:n]) for n in range(len(before) + 1) if before[:n] == after[:n])
+        # where `layers.0` has become `blocks.0`, `layers` has become `blocks`
         while before and after and before.pop() == after.pop():
             origins.setdefault(".".join(after), ".".join(before))
     for name in unmoved.difference(origins.values()):

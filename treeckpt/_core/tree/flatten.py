@@ -11,7 +11,6 @@ Nearly all of a tree is leaves, and containers of leaves only: these are handled
 # A tree holds objects of any type.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -128,6 +127,7 @@ class _Flattener:
             return None
         above = self._above
         if len(above) == MAX_DEPTH:
+            # a container that holds itself gets here too, so no level has to look for it
             raise too_deep(path, itself=id(node) in above)
         if len(above) == _DEEP:
             check_stack(path)
@@ -198,6 +198,7 @@ def without_left_out(
         kept[first:] = [None]
         return None, False
 
+    # without a container of a class nothing has to be taken out
     waiting = [] if structure is None else [structure]
     while waiting and structure is not None:
         node = waiting.pop()
@@ -538,6 +539,7 @@ class _Updater:
         if flat is None or other is None:
             return new
         steps = [key_text(key) for key in flat.keys]
+        # by text: the keys 1 and True are equal, but not the same
         if steps != [key_text(key) for key in other.keys]:
             return self._replace_content(old, new)
         if type(old) is PerRank:
@@ -586,6 +588,7 @@ class _Updater:
 
 def _are_attributes(container: Any, keys: Sequence[object], children: Sequence[object]) -> bool:
     """Returns whether a registered container keeps children as attributes of the names of their keys, to be set."""
+    # a class that sets attributes itself may do more than that, or refuse
     if type(container).__setattr__ is not object.__setattr__:
         return False
     attributes: dict[str, object] = getattr(container, "__dict__", {})

@@ -35,6 +35,7 @@ from .structure import TABLE_KEYS
 DEFAULT_BUCKETS = 65_536
 """The default number of buckets of a table."""
 MAX_BUCKETS = 1 << 24
+"""Buckets of a table, at most: each takes 8 bytes of its `offsets`."""
 PART_SIZE = 1 << 17
 """Ids that are processed at a time: they stay in the cache."""
 PARALLEL_PARTS = 4
@@ -71,6 +72,7 @@ def _splitmix64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
 def _i64_mod(ids: np.ndarray, buckets: int) -> np.ndarray:
     """The remainder as Python and torch have it, never negative: -1 of 4 buckets is in bucket 3."""
     if buckets & (buckets - 1) == 0:
+        # the low bits of two's complement are the remainder, which is never negative
         return ids & np.uint64(buckets - 1)
     return (ids.view(np.int64) % np.int64(buckets)).view(np.uint64)
 
@@ -219,6 +221,7 @@ def _sort_by_packed_keys(ids: np.ndarray, power: int, execute: Executor) -> tupl
     if not ascending:
         _parallel_sort(packed, execute)
     starts = np.append(np.searchsorted(packed, borders), len(ids))
+    # keys that only rise repeat no id
     if ascending:
         return None, starts, False
     ties = _equal_neighbours(packed, bits)
@@ -246,6 +249,7 @@ def _pack_keys(
     def pack(start: int, stop: int) -> None:
         for low in range(start, stop, PART_SIZE):
             keys = _sort_keys(ids[low : low + PART_SIZE + 1], power, width)
+            # one place out of order is enough: the other parts need no look
             if not descents and not (keys[1:] > keys[:-1]).all():
                 descents.append(low)
             keys = keys[:PART_SIZE]
@@ -485,7 +489,7 @@ class TableCache:
     def __init__(self, table: KeyedTable) -> None:
         self.table = table
         self.held: Any = None
-        """Its rows and their order, once they are computed for a save."""
+        """The rows of the table and their order, once they are computed for a save."""
         self.rows: Any = None
         """The rows of a checkpoint that are wanted, once they are known."""
         self.joins: dict[Any, Any] = {}
@@ -501,7 +505,7 @@ class TableColumn:
     def __init__(self, view: TableCache, kind: Literal["ids", "offsets", "slot"], array: Any, name: str = "") -> None:
         self.view, self.kind, self.array = view, kind, array
         self.name = name
-        """Of a slot."""
+        """The name of a slot; empty for ids and offsets."""
 
     @property
     def shape(self) -> Any:
@@ -534,8 +538,9 @@ class OwnedRows(msgspec.Struct, frozen=True):
 
     rank: int
     start: int
-    """Its first bucket."""
+    """The first bucket of the rank."""
     stop: int
+    """One past the last bucket of the rank."""
     rows: int
 
 
@@ -620,6 +625,7 @@ def _as_ids(given: Any, what: str) -> np.ndarray:
         array = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
     except (TypeError, ValueError) as error:
         raise MismatchError(what, expected="an array of ids", found=f"{given!r:.60} ({error})") from error
+    # uint64 has numbers that int64 lacks; an empty list is an array of float64
     whole = array.dtype.kind in "iu" and array.dtype != np.uint64
     if array.ndim != 1 or not (whole or not array.size):
         found = f"{array.dtype} of shape {array.shape}"

@@ -52,7 +52,7 @@ class LeafDifferences(msgspec.Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """Those of both sides."""
+        """The leaves of both sides, the missing ones first."""
         return [*self.missing, *self.unexpected]
 
     def refused(self, strict: Strict) -> LeafDifferences:
@@ -243,6 +243,7 @@ def differing_sequences(
         sequence = SequenceReplacement(path, here, node)
         if same:
             equal.append(sequence)
+        # a namedtuple has the fields of its class, whatever was saved
         elif hasattr(here, "_fields") and set(texts) != children.keys():
             return False
         elif all(is_value(leaf) for _, leaf in flatten(here, rank=rank, namespace=namespace)[1]) and all(

@@ -115,6 +115,7 @@ def _merge_mappings(a: _Mapping, b: _Mapping, path: str, rule: _MergeRule) -> No
 
 def _same_node(a: Node, b: Node) -> bool:
     """Returns whether two nodes are equal except for their children."""
+    # as JSON: the keys 1 and True are equal, but not the same
     bare = [msgspec.json.encode(msgspec.structs.replace(node, children=())) for node in (a, b)]
     return type(a) is type(b) and len(a.children) == len(b.children) and bare[0] == bare[1]
 

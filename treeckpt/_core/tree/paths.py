@@ -104,7 +104,7 @@ _MARKED: dict[str, Callable[[str], object]] = {
     "f": float,
     "x": bytes.fromhex,
 }
-"""By the letter of a mark: the function that returns the key of the rest, of a text that may be of another form."""
+"""The function that makes a key of the text behind a mark, by the letter of the mark; the text may have any form."""
 
 
 class _Parser:
@@ -158,6 +158,7 @@ class Globs:
 
     def __init__(self, globs: Iterable[str]) -> None:
         self._all = frozenset(globs)
+        # `model/` means what is below `model`
         self._above = frozenset(glob.rstrip("/") for glob in self._all)
         wild = sorted(glob for glob in self._all if _WILD.search(glob))
         self._wild = re.compile("|".join(map(fnmatch.translate, wild))) if wild else None
@@ -191,6 +192,7 @@ def compile_globs(globs: tuple[str, ...]) -> Globs:
 
 def similar_paths(name: str, paths: Iterable[str]) -> list[str]:
     """Returns at most 3 paths, of leaves or of containers above them, that are most like a name."""
+    # difflib takes a second for 10,000 names: more would keep an error waiting
     names = sorted({known for path in paths for known in (path, *_ancestors(path))})
     return difflib.get_close_matches(name, names[:10_000], n=3)
 

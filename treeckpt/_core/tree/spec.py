@@ -102,5 +102,5 @@ class TableSpec(msgspec.Struct, frozen=True, array_like=True):
 
     function: str
     version: int
-    """Of the function."""
+    """The version of the partition function."""
     buckets: int

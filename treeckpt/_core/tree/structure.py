@@ -119,13 +119,13 @@ class TensorNode(msgspec.Struct, frozen=True, tag="tensor", array_like=True):
     context: Value
     """What the class keeps beside the tensors."""
     shape: tuple[int, ...]
-    """Of the whole tensor; -1 for a dimension whose length differs between the members of a nested tensor."""
+    """The shape of the whole tensor; -1 for a dimension whose length differs between the members of a nested tensor."""
     strides: tuple[int, ...] | None
     kind: str
-    """ "tensor", "parameter" or "buffer", as of an `ArraySpec`."""
+    """The kind of the tensor, as of an `ArraySpec`: "tensor", "parameter" or "buffer"."""
     requires_grad: bool
     layout: MeshLayout | None
-    """Of a distributed tensor whose local tensor is made of others."""
+    """The layout of a distributed tensor whose local tensor is made of others; None for any other."""
     keys: tuple[str, ...]
     children: tuple[Structure, ...]
 
@@ -346,6 +346,7 @@ def paths_of(structure: Structure) -> list[tuple[str, Runs | None]]:
     """
     paths: list[tuple[str, Runs | None]] = []
     texts, nchars = KeyTextCache(), 0
+    # without recursion: a file may nest deeper than the stack has room for
     opened: list[Iterator[tuple[str, Structure, Runs | None]]] = [iter([("", structure, None)])]
     while opened:
         for path, node, ranks in opened[-1]:

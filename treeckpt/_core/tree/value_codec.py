@@ -44,6 +44,7 @@ Resolver = Callable[[str], type]
 """Returns the class called `module:qualname` if the program has it already; raises LookupError otherwise."""
 
 MAX_VALUE_DEPTH = 100
+"""Levels of a value, at most: it is encoded and decoded by recursive calls."""
 MAX_COLLISIONS = 64
 """Members of one set that may have the same hash; -1 and -2 have one hash, and so have tuples of them."""
 _INT64 = 1 << 63
@@ -104,6 +105,7 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
             raise TreeError(path, expected=f"a {name} to be open", found=f"{error}"[:200]) from error
         paths = [path] * len(parts)
         if kind in NAMESPACES.values():
+            # names and values in turn: an error names the attribute
             paths = [f"{path}.{parts[at - at % 2]}" for at in range(len(parts))]
         items = [_encode(item, at, extra, depth + 1) for item, at in zip(parts, paths, strict=True)]
         if kind in (set, frozenset):
@@ -232,7 +234,7 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Sequence[object]]]] = {
     pathlib.PosixPath: ("PosixPath", _text),
     pathlib.WindowsPath: ("WindowsPath", _text),
 }
-"""By class: its kind in files, and the function that returns the items to build a value from."""
+"""The kind of a class in files, and the function that returns the items to build a value from, by class."""
 _HASHED = frozenset((set, frozenset, dict, collections.OrderedDict, collections.Counter))
 """Classes whose members, or keys, are found by their hashes."""
 
@@ -307,7 +309,7 @@ _DECODERS: dict[str, Callable[..., object]] = {
     "numpy.bytes": lambda text: np.bytes_(_bytes(text)),
     "numpy.dtype": dtype_of_text,
 }
-"""By kind: the function that builds a value, called with its items."""
+"""The function that builds a value of its items, by kind."""
 _SEQUENCES: dict[str, Callable[[list[object]], object]] = {
     "list": list,
     "tuple": tuple,
