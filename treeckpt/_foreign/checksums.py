@@ -121,6 +121,7 @@ class EntryChecksum:
             block = np.empty(min(CHECK_BLOCK_NBYTES, self.window.size), np.uint8)
             for start in range(0, self.window.size, CHECK_BLOCK_NBYTES):
                 part = block[: min(CHECK_BLOCK_NBYTES, self.window.size - start)]
+                # through the page cache: the arrays are read from these bytes next
                 self.window.read_into(start, part, shared=True)
                 crc = zlib.crc32(part.data, crc)
             self._compare(crc)
@@ -140,6 +141,7 @@ class EntryChecksum:
         start, data = start + first, data[first:last]
         with self._lock:
             gaps = self._claim(start, start + len(data))
+        # without the lock: the CRCs of several ranges are computed at the same time
         made = {low: (high - low, zlib.crc32(data[low - start : high - start].data)) for low, high in gaps}
         with self._lock:
             self._crcs |= made
@@ -229,6 +231,7 @@ class ArchiveChecksums:
         if entry is None or storage.address - entry.address >= entry.window.size:
             return None
         entry.leaf = entry.leaf or path
+        # an array with less than the whole entry leaves bytes of it unread, and its CRC unknown
         if self.alone and storage.strides is None and storage.nbytes == entry.window.size:
             entry.read_whole = True
         return entry
@@ -249,6 +252,7 @@ class ArchiveChecksums:
         entries = {id(entry): entry for path, leaf in leaves if (entry := self.note(path, leaf)) is not None}
         if not self.alone:
             mine = list(entries.values())[comm.rank :: comm.size]
+            # each answers with a number: only the error of a rank says anything
             all_gather(comm, f"checksums of {topic}", lambda: sum(entry.check() or 1 for entry in mine), int)
             for entry in entries.values():
                 entry.sound = True

@@ -96,6 +96,7 @@ class DcpDirectory:
                 hint="Load it with torch.distributed.checkpoint and save it without extensions",
             )
         file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
+        # a name with a slash could be a file anywhere
         if not isinstance(file, str) or "/" in file or type(start) is not int or type(length) is not int:
             raise FormatError(self.label, expected="a file, an offset and a length", found=brief(file))
         return store_window(self.store, file, self.files).within(start, length)
@@ -194,6 +195,7 @@ def _with_lists(node: Any, label: str) -> Any:
         made[key] = _with_lists(child, label)
     if not any(type(key) is int for key in made):
         return made
+    # by text: keys of a file may be numbers and texts, which cannot be compared
     if sorted(made, key=str) != sorted(range(len(made)), key=str):
         raise FormatError(label, expected="a list's positions", found=brief(list(made)))
     return [made[i] for i in range(len(made))]
@@ -230,7 +232,7 @@ class PaddlePiece(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Its place in the tensor."""
+        """The place of the piece in the tensor."""
         return self.box.offset, self.flat
 
 
@@ -263,6 +265,7 @@ class PaddleDirectory:
             if type(named := place.get("tensor_key")) is not str:
                 raise FormatError(self.label, expected="names that are texts", found=brief(named))
             offset = _sizes(place.get("global_offset"), self.label)
+            # replicas lie in several files: the first one is read
             self.places.setdefault(place_key(named, offset, _flat(place, self.label)), file)
         self._opened: dict[str, dict[str, Any]] = {}
         self._lock = threading.RLock()
@@ -317,6 +320,7 @@ class PaddleDirectory:
         self._left -= len(nodes) if isinstance(nodes, list) else 0
         if not isinstance(nodes, list) or not nodes or self._left < 0:  # one list could be that of all tensors
             raise FormatError(self.label, expected=f"the pieces of {name[:80]}", found=brief(nodes))
+        # each replica has an entry of its own for the same piece
         pieces = list({place_key(*piece.key): piece for piece in map(self._piece, nodes)}.values())
         if len({len(piece.box.shape) for piece in pieces}) > 1:
             raise FormatError(self.label, expected=f"pieces of {name[:80]} of as many dimensions", found=brief(nodes))

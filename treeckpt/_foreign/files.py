@@ -110,6 +110,7 @@ class ForeignStore(WrappedStore):
         return {} if entry is None else {self.file: entry}
 
     def sizes(self) -> dict[str, int]:
+        # of `entries` here: the store within lists files that are not meant
         return Store.sizes(self)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:
@@ -161,6 +162,7 @@ def foreign_at(path: Any) -> ForeignStore | None:
     else:
         kind, names = format_at(place)
         store = LocalStore(place if names is not None else place.parent, follow_links=True)
+    # shards without an index are a checkpoint of ours too, though they are valid safetensors
     if kind in (None, "pickle") or INDEX_NAME in (names or ()) or any(map(parse_shard_name, names or ())):
         return None
     return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
@@ -273,6 +275,7 @@ def read_strided(
     span = sum(spans) + 1
     if span * itemsize <= max(narrow, 2 * box.size * itemsize):
         return np.ndarray(box.shape, raw, flat(start, span), strides=tuple(s * itemsize for s in strides))
+    # the dimension with the largest steps, between which most of the unneeded bytes lie
     dim = max(range(len(spans)), key=lambda d: strides[d] if box.shape[d] > 1 else -1)
     out = np.empty(box.shape, raw)
     half = box.shape[dim] // 2
@@ -349,6 +352,7 @@ def elements_of(array: LazyArray) -> FlatReader:
 def memory_array(array: np.ndarray) -> LazyArray:
     """Returns an array in memory as a lazy array."""
     spec = abstract(array, "", 0)
+    # the elements of a checkpoint are little-endian
     array = array if array.dtype.byteorder != ">" else array.astype(array.dtype.newbyteorder("<"))
     raw = np.ascontiguousarray(array).reshape(-1).view(raw_dtype(array.itemsize)).reshape(array.shape)
     return LazyArray(spec, lambda region: raw[region.slices()])

@@ -125,6 +125,7 @@ class ForeignCheckpoint(Checkpoint):
         arrays: list[tuple[str, Any]] = []
         for path, leaf in leaves:
             if isinstance(leaf, np.ndarray):
+                # one lazy array for one object, so that ties stay
                 leaf = made.setdefault(id(leaf), memory_array(leaf))
             if isinstance(leaf, LazyArray):
                 _check_shape(leaf.spec, path, self.url)
@@ -138,6 +139,7 @@ class ForeignCheckpoint(Checkpoint):
     @cached_property
     def index(self) -> ForeignIndex:
         contents = self.contents
+        # one warning, not one of each rank
         if contents.unread and ((launched := launched_rank()) is None or launched.rank == 0):
             text = "%s: files of %s are read, and beside them these are not: %s. Give the path of one to load it"
             _log.warning(text, self.url, self.kind, names_text(contents.unread))
@@ -161,6 +163,7 @@ class ForeignCheckpoint(Checkpoint):
         return ForeignCheckpoint(self._files)
 
     def check_against_files(self) -> None:
+        # sizes are taken from the files themselves, so nothing claims others
         pass
 
     @property
@@ -169,6 +172,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         checks = _EntryChecks(self.sums, f"{self.store.url}/{file.name}")
+        # no blocks have checksums: reads are rounded out to pages
         return OpenedShard(file, (), PAGE_NBYTES, self.index, checks=checks)
 
     def is_open(self, file: File, *, whole: bool) -> bool:
@@ -194,6 +198,7 @@ def _read_tree(store: ForeignStore, sums: ArchiveChecksums, refused: list[Refuse
         from .safetensors_read import read_safetensors, read_sharded
 
         read = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
+        # `format` names the library that the file was written for
         metadata = {key: text for key, text in read.metadata.items() if key != "format"}
         return ForeignTree(dict(read.tree), metadata, read.unread)
     if store.kind in ("dcp", "paddle"):
@@ -220,7 +225,7 @@ def _check_shape(spec: ArraySpec, path: str, label: str) -> None:
 
 
 PART_BITS = 24
-"""Bits of a part's number in the rank of an array that is computed."""
+"""The number of bits of a part's number in the rank of an array that is computed."""
 REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
 
@@ -228,7 +233,7 @@ REFUSED = "refused"
 FREE_NBYTES = 64 << 20
 """Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
 REPEATED_TIMES = 16
-"""Times the bytes of all files that they may take beyond that."""
+"""Times the bytes of all files that arrays may take beyond `FREE_NBYTES`."""
 
 
 class ForeignIndex(Index, frozen=True, dict=True):
@@ -331,6 +336,7 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
     """
     entries = {name: entry for name, entry in store.entries().items() if entry.regular}
     sizes = {name: entry.nbytes for name, entry in sorted(entries.items()) if not name.startswith(".")}
+    # refused leaves are described as None; their values are replaced below
     tree = unflatten(
         contents.structure, iter([None if leaf is ... else leaf for _, leaf in contents.leaves]), resolve=resolve
     )
@@ -342,6 +348,7 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
         file_table((number, 0, 0, nbytes, 0) for number, nbytes in enumerate(sizes.values())),
         values=described.values | refused,
         own_values={},
+        # the same in every process, and another one where a file has another size
         save_id=xxhash.xxh3_64_hexdigest(repr(list(sizes.items())).encode()),
         step=None,
         created_ns=max((entry.modified_ns for entry in entries.values()), default=0),

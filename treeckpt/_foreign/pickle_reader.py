@@ -36,28 +36,30 @@ MAX_PICKLE = 1 << 30
 MIN_LEFT_IN_FILE = 4 << 10
 """Bytes from which a byte string stays in the file."""
 BUFFER_NBYTES = 1 << 20
+"""Bytes of a pickle that are read at a time."""
 SHORT_ARGUMENT = 8
 """Elements of an argument that one instruction may copy."""
 FREE_STEPS = 1 << 18
 """Steps of any pickle, however small."""
 STEPS_PER_BYTE = 8
-"""Steps for each byte of a pickle beyond these: one of a checkpoint takes about one, never more than three."""
+"""Steps for each byte of a pickle beyond `FREE_STEPS`: one of a checkpoint takes about one, never more than three."""
 MAX_KEY_DEPTH = 100
 """Levels of tuples in a key or an element of a set: hashing takes the stack of the process for each."""
 MAX_MEMO = 1 << 32
+"""Numbers of places in the memo."""
 _HASH_MODULUS = sys.hash_info.modulus
 _RANDOM_HASHES = frozenset((str, bytes))
 """Keys whose hashes no file can choose."""
 
 Constructors = Mapping[str, Callable[..., Any]]
-"""By `module name`, the function that builds a value from the arguments in a pickle."""
+"""The function that builds a value from the arguments in a pickle, by `module name`."""
 
 
 class Symbol(msgspec.Struct, frozen=True):
     """A class or function that a pickle names."""
 
     text: str
-    """Its module and its name, with a blank between."""
+    """The module and the name of the class or function, with a blank between."""
 
 
 class UnbuiltObject(msgspec.Struct, eq=False):
@@ -185,6 +187,7 @@ class StepBudget:
             TypeError: a key that cannot be hashed.
         """
         if _RANDOM_HASHES.issuperset(map(type, keys)):
+            # 64 bytes of text count as one step
             self.take(sum(map(len, keys)) >> 6)
             return
         counts: dict[int, int] | None = None
@@ -237,6 +240,7 @@ class _PickleStream:
         return self._at
 
     def read(self, count: int) -> Any:
+        # BINBYTES and BINBYTES8 alone: text and numbers are needed while the pickle is read
         if count >= MIN_LEFT_IN_FILE and self._opcode in b"B\x8e":
             blob = FileBytes(self._window.within(self._at, count))
             self._at += count
@@ -393,6 +397,7 @@ class _PickleMachine:
             if make is not None:
                 self._count_copies(name, args)
                 return make(*args)
+        # too many steps are an error of the whole pickle, not of this value
         except CorruptError:
             raise
         except FormatError as error:

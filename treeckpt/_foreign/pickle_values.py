@@ -58,6 +58,7 @@ class _NumpyDtype(DeferredValue, eq=False):
         order = state[1] if len(state) > 1 else "|"
         if isinstance(self.code, Symbol) and self.code.text.startswith("ml_dtypes ") and order in ("<", "|", "="):
             return numpy_dtype(self.code.text.removeprefix("ml_dtypes "))
+        # what is no code is refused like an array of objects
         code = self.code if isinstance(self.code, str) and len(self.code) <= MAX_CODE else "O"
         if "O" in code or order not in ("<", ">", "|", "="):
             raise ValueError(f"a numpy dtype {brief(self.code)}")
@@ -98,11 +99,13 @@ class _NumpyArray(DeferredValue, eq=False):
             raise ValueError(f"an array of shape {brief(shape)}")
         if isinstance(data, FileBytes):
             plain = element.newbyteorder("<") == element or element.itemsize == 1
+            # along one dimension both orders are the same
             if plain and (order == "C" or sum(n != 1 for n in shape) <= 1):
                 return flat_array(ArraySpec(shape, dtype_name(element, ""), kind="numpy"), data.window)
             data = data.bytes()
         if not isinstance(data, (bytes, bytearray)) or len(data) != math.prod(shape) * element.itemsize:
             raise ValueError("an array whose bytes do not make up its shape")
+        # a copy: an array over bytes could not be written to
         return np.frombuffer(bytearray(data), element).reshape(shape, order=order)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -368,6 +371,7 @@ class _TreeBuilder:
             if id(node) not in self.made:  # built once, so that ties stay
                 is_space = isinstance(node, _PickledNamespace)
                 value: Any = self._namespace(node, path, depth) if is_space else self._value(node, path)
+                # with the node: as long as it is there, no other object has its identity
                 self.made[id(node)] = node, value, self.refused[-1] if value is ... and self.refused else None
             elif (refused := self.made[id(node)][2]) is not None:
                 self._refuse(path, refused.what, refused.why)

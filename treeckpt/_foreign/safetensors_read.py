@@ -24,7 +24,7 @@ from ..errors import CheckpointNotFound, CorruptError, FormatError, TreeckptErro
 from .files import FileRange, ForeignTree, flat_array, new_address, store_window
 
 MAX_HEADER = 100 << 20
-"""Bytes; safetensors' own limit."""
+"""Bytes of a header, at most; it is the limit of safetensors itself."""
 TAGS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
@@ -153,6 +153,7 @@ def _read_index(store: Store, names: list[str]) -> dict[str, str]:
         files = decode_json(data, _SafetensorsIndex).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise FormatError(f"{store.url}/{names[0]}", expected="a weight_map", found=f"{error}"[:200]) from error
+    # a path could lead out of the directory
     if bad := next((file for file in files.values() if "/" in file or file.startswith(".")), None):
         raise FormatError(f"{store.url}/{names[0]}", expected="files beside the index", found=f"{bad[:80]!r}")
     return files

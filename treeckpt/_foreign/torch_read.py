@@ -34,6 +34,7 @@ from .pickle_reader import Constructors, Symbol, UnbuiltObject, brief, read_pick
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
 
 MAX_ENTRIES = 1 << 22
+"""Entries of an archive, at most."""
 
 
 class _RangeFile:
@@ -100,6 +101,7 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     head = window.read(info.header_offset, 30).tobytes()
     if head[:4] != b"PK\3\4":
         raise CorruptError(window.label, expected=f"entry {info.filename[:80]!r}", found="no such entry at its place")
+    # torch pads the extra field here, to align the data; the directory has another length
     name, extra = struct.unpack_from("<HH", head, 26)
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
@@ -147,6 +149,7 @@ class _TorchArchive:
         self.prefix = names[0].removesuffix("data.pkl")
         self._storages: dict[str, TorchFileStorage] = {}
         order = self.entries.get(f"{self.prefix}byteorder")
+        # older versions of torch write no such entry
         text = order.read(0, min(order.window.size, 16)).tobytes() if order is not None else b"little"
         if text != b"little":
             raise FormatError(
@@ -173,6 +176,7 @@ class _TorchArchive:
             nbytes = size * (dtype_of(dtype).itemsize if dtype else 1)
             if entry is None:
                 raise ValueError(f"a storage {key:.40} that is not in the file")
+            # raises where the entry has fewer bytes than the storage
             entry.window.within(0, nbytes)
             entry.is_storage = True
             self._storages[key] = TorchFileStorage(entry, dtype or "", size)
@@ -293,12 +297,14 @@ def read_torch(window: FileRange, sums: ArchiveChecksums, refused: list[RefusedL
     """
     archive = _TorchArchive(window, sums)
     pickled = archive.entries[f"{archive.prefix}data.pkl"]
+    # before it is read: changed bytes could say anything
     pickled.check()
     read = read_pickle(pickled.window, _CONSTRUCTORS, persistent=archive.storage)
     return build_tree(read, window.label, refused)
 
 
 VERSION = "2.0.0"
+"""The version of the parts of hfai.checkpoint.save that is read."""
 _OWN_KEYS = ("model", "optimizer", "__version__", "__nshards__")
 
 
