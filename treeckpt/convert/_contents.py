@@ -208,6 +208,7 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
         CheckpointNotFound, FormatError: as `detect`.
     """
     if (files := foreign_at(path)) is not None:
+        # the files are counted, and not the arrays that are computed from them
         files.inner = counted(files.inner)
         return ForeignCheckpoint(files, alone=alone)
     _check_own(path)
@@ -353,6 +354,7 @@ def _spread_ranks(
         for group, child in zip(node.ranks, node.children, strict=True):
             first = len(rows)
             made = walk(child, path)
+            # one walk for all ranks of a group: its rows are repeated for each
             shared, rows[first:] = rows[first:], []
             for rank in decode_runs(group).tolist():
                 by_rank.append((rank, made))

@@ -43,11 +43,13 @@ from ._transform import cast_floats, transform, with_state_dicts
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
 """Formats that can be written."""
 DEFAULT_MEMORY = 64 << 20
+"""Bytes of buffers, unless told otherwise."""
 MIN_BUFFER_NBYTES = 4 << 20
+"""Bytes of buffers, at least, where another format than ours is written."""
 SAVING_NBYTES = 56 << 20
 """Bytes that a save of ours takes: its own buffers, and what is read into them."""
 SHARD_NBYTES = 5_000_000_000
-"""Bytes of a file, unless told otherwise; as Hugging Face has it."""
+"""Bytes of a file, unless told otherwise: the limit that Hugging Face has."""
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
           "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
@@ -164,6 +166,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
     checkpoint = open_source(source, counted, alone=comm.size == 1)
     with contextlib.closing(checkpoint.store):
+        # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
         kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
         chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
         check_source(chosen)
@@ -178,6 +181,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         if not (dry_run or options.lossy):
             refuse_losses(contents, options.to)
         output = _lay_out(held, options)
+        # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
         if not dry_run:
             chosen.sums.check(_read_of(chosen, contents, options), comm, options.destination)
@@ -243,6 +247,7 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
         step=contents.step if step is None else step,
         comm=comm,
         custom_metadata=contents.metadata,
+        # a save takes these from rank 0 alone
         files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
         overwrite=options.overwrite,
         max_shard_bytes=options.max_shard_size,

@@ -189,6 +189,7 @@ class _LeafFit:
         if isinstance(leaf, LazyArray):
             return self.array(path, leaf)
         numpy_scalar = isinstance(leaf, (np.bool_, np.integer, np.floating, np.complexfloating))
+        # a long double is none: Python has no such number
         if numpy_scalar and type(leaf.item()) in _SCALARS:
             self.note(path, f"a {type(leaf).__name__} of numpy", f"a Python {type(leaf.item()).__name__}")
             return leaf.item()
@@ -412,4 +413,5 @@ def own_nbytes(contents: Contents) -> int:
     """Returns the bytes of the arrays, without ties and views of others."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
+    # to find ties the whole tree is described, which is left out below the limit of `check_growth`
     return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE_NBYTES else total

@@ -34,6 +34,7 @@ from ..errors import CheckpointExists, MismatchError
 WORKERS = 2
 """Threads that read and write; each has the memory of a tile before and after a cast."""
 TILE_NBYTES = 8 << 20
+"""Bytes of a part that are read and written at a time, at most."""
 WIDEST_ITEMSIZE = 8
 """Bytes that an element may have had before it was cast."""
 
@@ -115,6 +116,7 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     ):
         files = _NewFiles(output, destination, overwrite, cleanup)
         files.place = destination.parent / exchange.step(partial(_digest, output), files.create, str)
+        # each thread holds a tile several times: as it was read, and before and after a cast
         tile = max(4096, min(TILE_NBYTES, memory // (6 * WORKERS)))
         exchange.step(partial(files.write, mine, tile, every_file=not comm.rank), files.publish, type(None))
     return sum(part.nbytes for part in mine)
@@ -164,6 +166,7 @@ class _NewFiles:
                 self.place.mkdir()
             else:
                 self.place.touch(exist_ok=False)
+            # after a success nothing is there any more
             self.cleanup.callback(_remove, self.place)
             if fcntl is not None:
                 self.cleanup.callback(os.close, _lock(self.place))  # so that it is not taken for litter
@@ -193,6 +196,7 @@ class _NewFiles:
                 for job in jobs:
                     job.result()
             except BaseException:
+                # else all other parts would be written before the error is raised
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
             for fd in fds.values():
@@ -208,6 +212,7 @@ class _NewFiles:
                     self.destination.rmdir()  # an empty one only: check_free allowed it
                 self.place.rename(self.destination)
             else:
+                # something may be there by now
                 check_free(self.destination, self.output, overwrite=self.overwrite)
                 self.place.replace(self.destination)
             sync_directory(self.destination.parent)
@@ -237,9 +242,11 @@ def _shares(parts: Sequence[OutputPart], world: int) -> list[list[OutputPart]]:
     """Returns the parts of each rank: the largest first, each to the rank with the fewest bytes."""
     shares: list[list[OutputPart]] = [[] for _ in range(world)]
     loads = [0] * world
+    # one process writes in the order of the file
     for part in sorted(parts, key=lambda part: -part.nbytes) if world > 1 else parts:
         rank = loads.index(min(loads))
         shares[rank].append(part)
+        # each part costs a read and a write, however small: tiny ones are shared too
         loads[rank] += part.nbytes + 4096
     return shares
 
@@ -258,6 +265,7 @@ def _lock(place: Path) -> int:
     Raises:
         OSError: another process holds the lock, or it cannot be opened.
     """
+    # a link of this name is not followed, and a pipe is not waited for
     fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | BINARY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

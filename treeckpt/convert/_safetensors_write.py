@@ -21,7 +21,7 @@ from ._output import Output, OutputFile, OutputPart
 SHARE_NBYTES = 64 << 20
 """Bytes of a part, at most, where parts can be cut: so that ranks have alike to do."""
 Named = tuple[str, str, LazyArray]
-"""Name, path, array."""
+"""The name of an array in the file, the path of its leaf, and the array."""
 
 
 def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size: int) -> Output:
@@ -40,6 +40,7 @@ def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size
     parts: list[OutputPart] = []
     base = {"format": "pt"} | {k: v for k, v in contents.metadata.items() if type(v) is str}
     for number, shard in enumerate(shards):
+        # a name in the metadata of a file can only stand for a tensor of this file
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
         shard = sorted(shard, key=lambda named: -dtype_of(named[2].spec.dtype).itemsize)  # so that none is misaligned
         header, starts = encode_safetensors_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
@@ -100,5 +101,6 @@ def encode_safetensors_header(
         starts.append(position)
         position += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # data begins at a multiple of 8, as in files that the library writes
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text, [8 + len(text) + start for start in starts]

@@ -88,6 +88,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, PickledTensor):
             return NotImplemented
+        # the parameter requires grad, and not the tensor that it is made of
         requires_grad = obj.spec.requires_grad and obj.spec.kind != "parameter"
         args = (obj.storage, obj.offset, obj.spec.shape, obj.strides, requires_grad, collections.OrderedDict())
         utilities: Any = importlib.import_module("torch._utils")
@@ -133,6 +134,7 @@ def build_archive(tree: Any, leaves: Sequence[tuple[str, Any]], ties: Mapping[st
         _tensor(path, leaf, bases, ties) if isinstance(leaf, LazyArray) else _ordered(leaf) for path, leaf in leaves
     ]
     stream = io.BytesIO()
+    # the protocol that torch.save writes, and the one that torch.load reads with weights_only=True
     _Pickler(stream, protocol=2).dump(replace_leaves(tree, iter(tensors)))
     entries: dict[str, bytes | int] = {
         "archive/data.pkl": stream.getvalue(),
@@ -178,7 +180,7 @@ def _as_in_memory(lazy: LazyArray) -> LazyArray:
 
 
 ALIGN_NBYTES = 64
-"""Bytes; as torch aligns data, so that it can be mapped."""
+"""Data begins at a multiple of so many bytes, as torch aligns it, so that it can be mapped."""
 _DATE = (0, 0x21)  # 1980-01-01
 
 
@@ -207,6 +209,7 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
         name = text.encode()
         nbytes, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
         gap = -(position + 30 + len(name) + 20 + 4) % ALIGN_NBYTES
+        # wide sizes whatever they are, then the padding as torch writes it, in a field `FB`
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) + struct.pack("<HH", 0x4246, gap) + b"Z" * gap
         head = b"PK\3\4" + _common(name, crc, extra)[2:] + name + extra
         literals.append((position, head))
@@ -326,6 +329,7 @@ def _packed(entries: dict[str, Any], paths: Any, items: Sequence[Item], limit: i
         position += archive.nbytes
     files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
     metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
+    # older versions of torch have no such number
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     data = pickle.dumps(metadata, protocol=4)
     files.append(OutputFile(DCP_METADATA, len(data), ((0, data),)))

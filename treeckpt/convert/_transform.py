@@ -45,9 +45,11 @@ def transform(contents: Contents, rules: Sequence[Rule]) -> Contents:
         array = None
         if isinstance(leaf, LazyArray):
             place = (leaf.storage.address, leaf.storage.strides, leaf.spec) if leaf.storage is not None else path
+            # ties are one source, so that they stay one array through rules
             array = saved(owners.setdefault(place, path), leaf.spec)
         items[path] = LeafState(path, (number,), array)
     empty = empty_containers(contents.structure)
+    # an empty container comes after the leaf before it, and after all that rules build from that leaf
     items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
     transformed = apply_rules(items, rules)
     _check_no_target(transformed)
@@ -110,11 +112,12 @@ def _boxes(parts: Sequence[SourceBox]) -> list[tuple[Region, list[SourceBox]]]:
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes that arrays can be cast to."""
 _FLOATING = (*FLOATS, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz")
 _FLOATING += ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
-"""What is cast."""
+"""The dtypes of arrays that a cast changes."""
 _LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-"""Of dtypes that hold fewer magnitudes than float32."""
+"""The largest finite value of each dtype that holds fewer magnitudes than float32."""
 
 
 def cast_floats(contents: Contents, dtype: Any) -> Contents:
@@ -152,6 +155,7 @@ def _cast(leaf: LazyArray, dtype: str, path: str, storage: Storage | None) -> La
     def read(region: Region) -> np.ndarray:
         data = leaf.read(region)
         if dtype in _LARGEST:
+            # before the cast: infinity after it could have been there before
             _check_range(convert(data, leaf.spec.dtype, "float64"), dtype, path)
         return convert(data, leaf.spec.dtype, dtype).reshape(region.shape)
 
