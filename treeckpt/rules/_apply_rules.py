@@ -178,6 +178,7 @@ class RuleContext:
         self.taken = {path: self.items[path] for path in names}
         for path, name in names.items():
             item = self.taken[path]
+            # right behind the leaf that it copies
             self.put(name, self.with_step(msgspec.structs.replace(item, place=(*item.place, 0)), path))
         self.undo = [Drop(name) for name in names.values()]
         return bool(names)
@@ -197,6 +198,7 @@ class RuleContext:
             self.fills.append(rule)
             return True
         filled = constant(ArraySpec(rule.shape, rule.dtype), rule.value)
+        # behind all saved leaves
         self.put(rule.target, self.with_step(LeafState("", (1 << 61,), filled), "nothing"))
         self.undo = [Drop(rule.target)]
         return True
@@ -317,6 +319,7 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
     below = not rule.joins and rule.patterns == rule.targets
     for i, pattern in enumerate(patterns):
         for binding, path in state.find(pattern, below=below):
+            # texts and what is below a name always tell groups apart, numbers only where a target has them
             shared = tuple(pair for pair in binding if pair[0] in kept or not pair[0].isidentifier())
             rest = tuple(pair for pair in binding if pair not in shared)
             groups.setdefault(shared, [{} for _ in patterns])[i][rest] = path
@@ -387,6 +390,7 @@ def apply_rules(items: Mapping[str, LeafState], rules: Iterable[Rule], *, strict
         _apply(state, rule, number)
     order = sorted(state.items.items(), key=lambda pair: pair[1].place)
     used = {path for item in state.items.values() for path in saved_sources(item)}
+    # a piece of a saved leaf may be dropped, and another one be there
     dropped = tuple(path for path in state.dropped if path not in used)
     return TransformedLeaves(dict(order), dropped, tuple(state.keeps), tuple(state.fills))
 
@@ -461,6 +465,7 @@ def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
 
 def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, str] | None:
     for first in range(len(steps)):
+        # the longest name counts: a parameter `a` may stand beside `a/b`
         for last in range(len(steps) - 1, first, -1):
             name = "/".join(steps[first:last])
             if name in parameters:
@@ -474,6 +479,7 @@ def _apply_carried(state: RuleContext, carried: Carried, label: str) -> None:
     """Applies rules to parameters only, and then to their optimizer state."""
     back, lost = list[Rule](), ""
     states = _optimizer_states(state.items)
+    # the rules see parameters alone, so that a pattern does not match their moments too
     parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
     inner = RuleContext(parameters, state.strict)
     for number, rule in enumerate(_flat(carried), 1):

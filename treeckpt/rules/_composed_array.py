@@ -228,6 +228,7 @@ def _join(a: SourceBox | Constant, b: SourceBox | Constant, dim: int) -> SourceB
     if region is None or a.dtypes != b.dtypes:
         return None
     if isinstance(a, Constant) or isinstance(b, Constant):
+        # as text: 1, 1.0 and True are equal, and NaN does not equal itself
         same = isinstance(a, Constant) and isinstance(b, Constant) and repr(a.value) == repr(b.value)
         return Constant(region, a.value, a.dtypes) if same and isinstance(a, Constant) else None
     if a.source != b.source or a.axes != b.axes or a.axes[dim] < 0 or a.scales != b.scales:

@@ -22,6 +22,7 @@ Binding = tuple[tuple[str, int | str], ...]
 """What a match has bound: numbers by name, texts by position (`*0`, `*1` ...), and the rest of the path (`/`)."""
 
 _PART = re.compile(r"\*|\$\{[^{}]*\}|\$[A-Z][A-Z0-9_]*")
+# without leading zeros: the number of `01` would be written as `1` in a new name
 _NUMBER = "(0|[1-9][0-9]*)"
 _BELOW = "/"
 _OPERATORS: dict[type, Callable[[int, int], int]] = {

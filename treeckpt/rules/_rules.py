@@ -74,6 +74,7 @@ def _converted(value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
+        # a second try, because it looks at each element: `names` of a model can have thousands
         return msgspec.convert(_plain(value), kind)
 
 

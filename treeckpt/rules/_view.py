@@ -209,6 +209,7 @@ def _leaf(index: Index, own: Mapping[str, Leaf], path: str, item: LeafState, num
     names = {name: None for box in boxes for name in (box.source, *([box.scales.source] if box.scales else []))}
     sources = {name: own[name] for name in names}
     ranks = next((source.ranks for source in sources.values() if source.ranks is not None), None)
+    # constants are equal wherever they are: each is an array of its own
     number = numbers.setdefault(array if sources else path, len(index.entries) + len(numbers))
     return _composed_leaf(number, path, ranks, array, sources)
 
