@@ -119,6 +119,7 @@ def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str
             return leaf
         if path not in given:
             raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
+        # one leaf of like at two places takes two arrays, unless one array is given for both
         key = id(leaf), id(given[path])
         if key not in made:
             made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
@@ -338,6 +339,7 @@ def put_leaves(
             check_dtype(target.spec.dtype, source.spec.dtype, path)
         copies.append(_ArrayCopy(path, target, source, storage))
     _check_ties(copies)
+    # an array that stands at several places is filled once
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
     _put(into, found, new, copies, namespace)
     return sum(copy.nbytes for copy in copies)
@@ -353,6 +355,7 @@ def _put(into: Any, found: MatchedLeaves, new: list[object], copies: list[_Array
             found=f"{stuck[0][1]!r:.60}",
             hint="Put it into a dict, a list or a dataclass that is not frozen",
         )
+    # before the first byte: a copy that fails midway has changed arrays too
     mark_written(copy.target.leaf for copy in copies)
     for copy in _without_overlaps(copies):
         copy.put(copy.target.pieces)
@@ -385,6 +388,7 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
     spec = abstract_of(wanted, path, rank)
     assert spec is not None, "only arrays are compared"
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    # without memory: `check_held` looks at the regions alone
     target = ArrayTarget(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
     copies: list[_ArrayCopy] = []
     for leaf in (first, second):
@@ -422,6 +426,7 @@ def _without_overlaps(copies: list[_ArrayCopy]) -> list[_ArrayCopy]:
         if source.storage is None:
             return False
         low, high = source.storage.range
+        # no range that begins earlier reaches so far
         near = ranges[bisect_left(starts, low - longest) : bisect_left(starts, high)]
         return any(a < high and low < b for a, b in near)
 
