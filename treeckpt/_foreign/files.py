@@ -110,6 +110,7 @@ class ForeignStore(WrappedStore):
         return {} if entry is None else {self.file: entry}
 
     def sizes(self) -> dict[str, int]:
+        # of `entries` here: the store within lists files that are not meant
         return Store.sizes(self)
 
     def read_into(self, name: str, offset: int, out: memoryview, *, shared: bool = False) -> None:

@@ -163,6 +163,7 @@ class ForeignCheckpoint(Checkpoint):
         return ForeignCheckpoint(self._files)
 
     def check_against_files(self) -> None:
+        # sizes are taken from the files themselves, so nothing claims others
         pass
 
     @property
@@ -171,6 +172,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def shard(self, file: File, *, whole: bool = True) -> OpenedShard:
         checks = _EntryChecks(self.sums, f"{self.store.url}/{file.name}")
+        # no blocks have checksums: reads are rounded out to pages
         return OpenedShard(file, (), PAGE_NBYTES, self.index, checks=checks)
 
     def is_open(self, file: File, *, whole: bool) -> bool:

@@ -58,6 +58,7 @@ class Buffers:
 
     def take(self) -> memoryview:
         """Returns a buffer; waits until one was given back if all are taken."""
+        # allocated when it is first needed: reads that go straight to their places need none
         # allocated when it is first needed: most reads go straight to their places
         return self._free.get() or aligned_buffer(-(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES, huge=True)
 

@@ -111,6 +111,7 @@ class SharedRead:
         if fault is not None:
             try:
                 # looked up before the exchange, so that all ranks try the next version, or none does
+                # looked up before the exchange, so that all ranks try the next version, or none does
                 replaced = isinstance(fault, Replaced) or any(
                     checkpoint.is_replaced() for checkpoint in self.checkpoints
                 )
@@ -210,6 +211,7 @@ class SharedRead:
                     _execute(run, reads, memory)
                 nbytes += sum(read.nbytes for read in self.owned(reads, members))
             except Exception as error:
+                # the first failure is the cause of those that follow
                 fault = fault or error
         if fault is not None:
             raise fault

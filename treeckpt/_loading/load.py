@@ -102,6 +102,7 @@ def _match_saved(job: Load) -> _SavedTree:
     job.read_blobs(taken)
     by_path = _specs(job, taken) if job.options.specs_only else _arrays(job, taken)
     structure = job.view.structure
+    # after rules the structure is that of this rank already
     if not job.options.rules and any(leaf.ranks is not None for leaf in order):
         structure = _own_structure(structure, job)
     left_out = LeafPlaceholder(...)

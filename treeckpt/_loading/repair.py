@@ -232,6 +232,7 @@ def _keep(store: Store, name: str) -> str:
     aside = damaged_name(name, secrets.token_hex(8))
     if (directory := store.traits.local_path) is not None:
         with contextlib.suppress(OSError, NotImplementedError):  # not every file system and system has such links
+            # a second name for the bytes, without a copy
             os.link(directory / name, directory / aside, follow_symlinks=False)
             store.sync()
             return aside

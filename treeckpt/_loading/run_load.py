@@ -61,6 +61,7 @@ def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
         except OSError as error:
             raise wrap_read_error(error, store.url) from error
     if not is_ours:
+        # imported here: only where another program wrote the files are these modules needed
         from .._foreign.files import foreign_at
         from .._foreign.foreign_checkpoint import ForeignCheckpoint
 

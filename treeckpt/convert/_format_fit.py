@@ -413,5 +413,6 @@ def own_nbytes(contents: Contents) -> int:
     """Returns the bytes of the arrays, without ties and views of others."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
     total = sum(sizes.values())
+    # to find ties the whole tree is described, which is left out below the limit of `check_growth`
     # to find ties the whole tree is described: up to the limit of `check_growth` nothing depends on them
     return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE_NBYTES else total

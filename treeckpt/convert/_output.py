@@ -116,6 +116,7 @@ def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, ov
     ):
         files = _NewFiles(output, destination, overwrite, cleanup)
         files.place = destination.parent / exchange.step(partial(_digest, output), files.create, str)
+        # each thread holds a tile several times: as it was read, and before and after a cast
         tile = max(4096, min(TILE_NBYTES, memory // (6 * WORKERS)))
         exchange.step(partial(files.write, mine, tile, every_file=not comm.rank), files.publish, type(None))
     return sum(part.nbytes for part in mine)

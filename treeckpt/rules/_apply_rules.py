@@ -319,6 +319,7 @@ def _group_leaves(state: RuleContext, rule: ArrayRule) -> list[tuple[Binding, li
     below = not rule.joins and rule.patterns == rule.targets
     for i, pattern in enumerate(patterns):
         for binding, path in state.find(pattern, below=below):
+            # texts and what is below a name always tell groups apart, numbers only where a target has them
             shared = tuple(pair for pair in binding if pair[0] in kept or not pair[0].isidentifier())
             rest = tuple(pair for pair in binding if pair not in shared)
             groups.setdefault(shared, [{} for _ in patterns])[i][rest] = path

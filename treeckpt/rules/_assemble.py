@@ -67,8 +67,10 @@ class PermutedWriter:
         self.inner: ArrayWriter = piece.data
         self.start = part.region.relative_to(piece.region).offset
         self.axes, self.spec, self.saved_dtype = part.axes, spec, part.dtypes[0]
+        # with scales the first cast is that to float32, in which they are multiplied
         self.dtypes = _casts(part.dtypes[scales is not None :], spec.dtype)
         kept = [axis for axis in part.axes if axis >= 0]
+        # `...` at the end keeps an array without dimensions from becoming a number
         self.pick: tuple[Any, ...] = (*(slice(None) if d in kept else 0 for d in range(len(part.box.shape))), ...)
         rising = sorted(kept)
         self.order = [rising.index(axis) for axis in kept]

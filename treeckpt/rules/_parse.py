@@ -145,6 +145,7 @@ def _rules_of(statement: _Statement) -> list[Rule]:
         raise statement.error("`_` alone on its side, or among what a split gives", "`_` among names")
     if statement.has("dequantize"):
         return [_dequantized(statement, optional)]
+    # a `*` that is only on the left is a number of the sources, as `$EACH`
     stars = len(statement.left) == 1 and "*" in statement.left[0] and "*" not in statement.right[0]
     left = [statement.left[0].replace("*", "$EACH")] if stars else statement.left
     before = _layout_changes(statement, left, optional)

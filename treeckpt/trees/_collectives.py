@@ -105,6 +105,7 @@ class TorchTransport:
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.members = None if self._ranks == tuple(range(dist.get_world_size())) else self._ranks
+        # the device from which the backend of the group sends: that of NCCL is a GPU
         self._device = str(dist.distributed_c10d._get_object_coll_device(group))
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -138,6 +139,7 @@ class TorchTransport:
         return torch.from_numpy(data).to(self._device)
 
     def _copy_back(self, tensor: Any, data: np.ndarray) -> None:
+        # on the host the tensor has the memory of the array
         if self._device != "cpu":
             data[:] = tensor.cpu().numpy()
 
@@ -243,6 +245,7 @@ def send_regions(
             transport.exchange([], [(sender, data)])
         for entry, place in places if receives else ():
             pieces = targets[entry.path].pieces if entry.path in targets else ()
+            # pieces of a target have entries of their own: of many, only the one that is meant is looked at
             exact = [piece for piece in pieces if piece.region == entry.region]
             fill(exact or pieces, [SourcePiece(entry.region, place)])
 
@@ -371,6 +374,7 @@ class _Gather:
             for leaf in merged.leaves
             if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank)
         )
+        # a tree like all others gives its own containers: no class is looked up by name
         if self.alike:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(

@@ -119,6 +119,7 @@ def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str
             return leaf
         if path not in given:
             raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
+        # one leaf of like at two places takes two arrays, unless one array is given for both
         key = id(leaf), id(given[path])
         if key not in made:
             made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
@@ -387,6 +388,7 @@ def are_equal(first: object, second: object, wanted: object, path: str, rank: in
     spec = abstract_of(wanted, path, rank)
     assert spec is not None, "only arrays are compared"
     regions = (Region.whole(spec.shape),) if spec.regions is None else spec.regions
+    # without memory: `check_held` looks at the regions alone
     target = ArrayTarget(spec, None, [TargetPiece(region, HostArray(np.empty(0))) for region in regions])
     copies: list[_ArrayCopy] = []
     for leaf in (first, second):
