@@ -176,6 +176,7 @@ class IndexReader:
             error, until = self._failed.pop(key, (None, 0.0))
             if error is not None and until > time.monotonic():
                 self._failed[key] = error, until
+                # It is raised again for each request: each time its traceback would grow.
                 raise error.with_traceback(None)
         return self._open_file(key)
 

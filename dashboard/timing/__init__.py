@@ -1,6 +1,6 @@
 """Pages about time: where the time of one save went, and how saves of a run changed from step to step.
 
-It may import `pages` and `store`. Start at `routes`. Of one save, `model` builds the page, `charts` the data of its
-charts, and `diagnosis` says why it was slow; of a run, `trends` builds the page from the reduced timings of `store`,
-`bins` the data of its charts, and `offenders` finds what is slow again and again.
+It may import `pages` and `store`. Start at `routes`. Of one save, `model` builds the page and the data of its
+charts; of a run, `trends` does, from the reduced timings of `store`. `diagnosis` says why a save was slow, and finds
+which hosts and ranks are slow again and again.
 """
