@@ -197,6 +197,7 @@ class IndexReader:
 
     def _build(self, key: str, folder: Store) -> StoredOutline:
         with self._building:
+            # Another request may have built it while this one waited for the lock.
             if (outline := self._open_file(key)) is None:
                 try:
                     write_outline(checkpoint.read_index(folder), self._cache.outline_path(key))

@@ -303,6 +303,7 @@ class JobQueue(Generic[J]):
             self._ended.append((key, job))
             if len(self._ended) > MAX_ENDED:
                 key, job = self._ended.popleft()
+                # A later job of this key stays.
                 if self._jobs.get(key) is job:
                     del self._jobs[key]
 
