@@ -117,6 +117,7 @@ def parse_region(text: str, shape: tuple[int, ...]) -> Region | None:
 
 
 def _interval(text: str, size: int) -> tuple[int, int]:
+    # A number of 18 digits fits 64 bits.
     match = re.fullmatch(r"([0-9]{1,18})|([0-9]{0,18})\s*:\s*([0-9]{0,18})", text, re.ASCII)
     if match is None:
         raise ValueError(f"{text[:40]!r} is neither a position nor a range such as 100:200.")

@@ -201,6 +201,7 @@ def strip_page(tree: OwnTree, number: int) -> StripPage:
     # those with the most bytes have a colour of their own
     largest = [row for row in sorted(parts, key=lambda row: -row.nbytes)[:MAX_GROUPS] if row.nbytes]
     groups = ["header", *dict.fromkeys(shorten(row.key) for row in largest), "other parts", "padding"]
+    # From 1 on, because a part of the tree may be called "header" too.
     groups_of = {row.node: groups.index(shorten(row.key), 1) for row in largest}
     starts = [row.first for row in parts] + [row.first + row.leaves for row in parts[-1:]]
     kinds = [*(groups_of.get(row.node, len(groups) - 2) for row in parts), len(groups) - 2]

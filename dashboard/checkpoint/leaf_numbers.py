@@ -32,9 +32,9 @@ class LeafNumbers(msgspec.Struct, frozen=True):
     mean: float | None
     deviation: float | None
     norm: float | None
-    """Euclidean."""
+    """The Euclidean norm."""
     largest: float | None
-    """Absolute value."""
+    """The largest absolute value."""
 
 
 class ContentsSummary(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class ContentsSummary(msgspec.Struct, frozen=True):
     not_finite: int
     """Arrays with NaN or infinity."""
     nan: int
-    """Elements."""
+    """Elements that are NaN."""
     infinite: int
     unusual: int
     """Arrays that are unusual, those with NaN or infinity among them."""

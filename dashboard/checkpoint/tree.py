@@ -244,6 +244,7 @@ def snippet_page(library: Library, checkpoint_id: str, path: str = "") -> Snippe
     Names are written as ASCII literals of Python, so that no invisible character of one is pasted.
     """
     info = library.checkpoint(checkpoint_id).info
+    # `select` takes globs, and a key may have their characters.
     escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
     select = f", select={[escaped]!a}" if path else ""
     return SnippetPage(

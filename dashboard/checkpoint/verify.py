@@ -99,7 +99,7 @@ class VerifyJob(msgspec.Struct, frozen=True):
     total: int
     """Problems found so far."""
     problems: list[DamagedPart]
-    """The first of them."""
+    """The first of the problems."""
     error: str | None
     """Why it failed."""
 
@@ -131,6 +131,7 @@ class _Job(ProcessJob):
             raise NotFound("This store is in the memory of this process: no other one can read it.")
         super().__init__("checkpoint.verify", [*place, str(cache.shared)], info.nbytes or 0)
         self._cache, self.save_id = cache, info.save_id or ""
+        # Before the process reads: files that change meanwhile have another fingerprint.
         self.fingerprint = fingerprint_of(self.folder.entries(), self.save_id)
         self.problems: list[DamagedPart] = []
         self.total = 0

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     run_a, name_a, run_b, name_b, cache = arguments
     printer = ReadPrinter()
     folders = [folder_at(run_a, name_a), folder_at(run_b, name_b)]
+    # Before anything is read: files that change meanwhile have another fingerprint.
     before = [folder.listed().entries() for folder in folders]
     first, second = (CountingStore(for_reading(folder), printer.add) for folder in folders)
     with opened(first) as a, opened(second) as b:
@@ -85,7 +86,7 @@ class ChangeRow(msgspec.Struct, frozen=True):
     change: float | str | None
     """Norm of the difference."""
     relative: float | None
-    """The one over the other; None for infinity: zeros that changed, or elements that are not finite."""
+    """`change` over `before`; None for infinity: zeros that changed, or elements that are not finite."""
     cosine: float | None
     max_abs: float | str | None
     """Largest difference; None where no two elements are finite, and for a layer."""

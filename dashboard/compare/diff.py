@@ -91,7 +91,7 @@ class DiffPage(msgspec.Struct, frozen=True):
     also: list[str]
     """What differs beside the leaves: custom metadata and files by name, and containers; the first `PAGE_ROWS`."""
     more: int
-    """How many more there are of these."""
+    """How many more metadata, files and containers differ than `also` lists."""
     arrays: int
     """Pairs of arrays whose contents can be compared."""
     known: dict[str, int]
@@ -195,6 +195,7 @@ class Comparisons:
         key, one, two = (a.info.path, b.info.path), self.library.outline(a).index, self.library.outline(b).index
         with self._lock:
             kept = self._kept.get(key)
+            # The library gives another object where the file has changed.
             if kept is not None and kept[0] is one and kept[1] is two:
                 self._kept.move_to_end(key)
                 return kept[2]
@@ -324,12 +325,14 @@ def _page(comparison: Comparison, show: Show, q: str, start: int, readable: int)
             if not holds(pairs[number][0].path.casefold()):
                 continue
             compared += 1
+            # Of the pairs after this one, a search by words may show none.
             verdict = comparison.verdict(number, ahead=1 if q.strip() else AHEAD)
             delta, nbytes = None, 2 * pairs[number][0].nbytes
             if verdict in ("changed", "unknown") and nbytes <= readable:
                 readable -= nbytes
                 with contextlib.suppress(TreeckptError, OSError):
                     delta = _delta_row(comparison, number)
+            # Equal elements of a part of the array say nothing of the rest.
             if delta is not None and (delta.changed or delta.compared == delta.elements):
                 verdict = "changed" if delta.changed else "equal"
             wanted = {"equal": verdict == "equal", "all": True}.get(show, verdict != "equal")

@@ -140,6 +140,7 @@ def parse_rules(text: str, mesh: Mesh) -> tuple[PlacementRule, ...]:
 
 
 def _parse_rule(line: str, dims: int) -> PlacementRule:
+    # The last colon, because a glob may have some and placements have none.
     glob, _, placed = line.rpartition(":")
     found: list[Placement] = []
     at = 0

@@ -54,6 +54,7 @@ def get_diff(
 
 def get_delta(comparisons: Comparisons, a: str, b: str, pair: int | None = 0) -> DeltaRow:
     """How the elements of two arrays differ; reads up to 64 MiB of them."""
+    # From a row beyond all others: nothing but the pair is compared.
     page = get_diff(comparisons, a, b, show="structure", start=1 << 53, pair=pair)
     if page.delta is None:
         raise NotFound(page.problem or "There is no such pair of arrays.")

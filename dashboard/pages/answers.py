@@ -127,6 +127,7 @@ def _cell(value: Any) -> Any:
         return value
     if not isinstance(value, str):
         return msgspec.json.encode(value).decode()
+    # The name of a file may have lone surrogates, which UTF-8 does not have.
     value = value.encode("utf-8", "backslashreplace").decode()
     return f"'{value}" if value[:1] in ("=", "+", "-", "@", "\t", "\r") and not value[1:].isdecimal() else value
 
@@ -230,6 +231,7 @@ _OTHER_RESPONSES: dict[str, tuple[type, str]] = {
 
 def file_response(data: bytes, name: str, media_type: str = "application/octet-stream") -> Response:
     """Returns a file to be saved and not shown; characters that a file name had better not have become `_`."""
+    # A dot at the beginning would hide the file; a command takes a name with a dash there for an option.
     plain = re.sub(r"[^A-Za-z0-9._=@+-]+", "_", name)[-MAX_FILE_NAME:].lstrip(".-") or "file"
     return Response(data, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{plain}"'})
 
@@ -346,6 +348,7 @@ class PageRouter:
         for p in asked:
             limited = Annotated[p.annotation, limits[p.name]] if p.name in limits else p.annotation
             parameters.append(_keyword(p.name, limited, p.default))
+        # FastAPI takes the parameters of an address from the signature.
         respond.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         respond.__name__ = function.__name__
         text = text or (inspect.getdoc(function) or "").partition("\n\n")[0]

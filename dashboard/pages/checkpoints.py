@@ -65,9 +65,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     status: Status
     """committed: its index is published, and its shards have the right sizes; verified: its bytes were compared since
     they were written; damaged: something is missing, cut short or differs; unread: it could not be read, so that
-    nothing is known; partial: no index, and no save that may
-    still publish one; in_progress and stalled: a save that may; foreign: no checkpoint; reading: its index is
-    being read."""
+    nothing is known; partial: no index, and no save that may still publish one; in_progress and stalled: a save that
+    may; foreign: no checkpoint; reading: its index is being read."""
     step: int | None
     save_id: str | None
     world: int | None

@@ -117,6 +117,7 @@ def script(modules: Sequence[str], answers: Mapping[str, Any]) -> str:
 
     for module in modules:
         add(module)
+    # No text in it may end the script element.
     data = json.dumps(msgspec.to_builtins(answers)).replace("<", "\\u003c")
     return f'"use strict";\nglobalThis.answers = {data};\n{"".join(joined.values())}'
 
@@ -344,6 +345,7 @@ def _maps(outline: Outline, drawings: Drawings) -> list[Html]:
 
 
 def _tree(outline: Outline) -> Html:
+    # A list, so that the calls for all nodes count down one number.
     left = [NODES]
     rows = _nodes(outline, outline.row(), left, 0)
     search = el("input", id="find", type="search", placeholder="Search paths", aria_label="Search paths", hidden="")

@@ -49,7 +49,7 @@ class SaveRow(msgspec.Struct, frozen=True):
     ranks: int
     """Ranks that have a progress record."""
     done: int
-    """Ranks of these whose bytes are all durable."""
+    """Ranks with a progress record whose bytes are all durable."""
     phase: str
     stuck: str
     """What the save waits for, as a sentence."""

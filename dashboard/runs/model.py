@@ -82,7 +82,7 @@ class RunPart(msgspec.Struct, frozen=True):
     goes: int
     """Checkpoints that no policy keeps."""
     goes_nbytes: int
-    """Bytes of all files of these."""
+    """Bytes of all files of the checkpoints that no policy keeps."""
     sort: str
     status: str
     q: str
@@ -275,6 +275,7 @@ def _sorted(found: Listed, sort: str) -> Listed:
     if sort == "oldest":
         return found[::-1]
     ordered = sorted(found, key=lambda pair: _sort_key(pair[1], sort))
+    # A text has no negative by which `_sort_key` could reverse the order.
     return ordered[::-1] if sort == "-status" else ordered
 
 

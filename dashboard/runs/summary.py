@@ -153,7 +153,7 @@ class ResumePanel(msgspec.Struct, frozen=True):
     best: ResumePoint | None
     """The one with the best metric among the complete, intact checkpoints of branches that were not abandoned."""
     verified: ResumePoint | None
-    """The newest of the same whose bytes were verified."""
+    """The newest complete, intact checkpoint of branches that were not abandoned whose bytes were verified."""
     branches: list[LineageBranch]
     """The newest first. One, unless the run went back to an earlier step."""
 
@@ -409,6 +409,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
         branches=_branches(infos),
         metric=metric,
         value=next(values, None),
+        # The list of checkpoints begins with the newest, the line that is drawn with the oldest.
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
         resume=resume_facts(listed, policies, metrics),
     )

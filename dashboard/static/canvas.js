@@ -13,6 +13,7 @@ document.addEventListener("theme", () => known.clear());
 export function colour(name) {
   let found = known.get(name);
   if (found === undefined) {
+    // The computed style of an element alone has a variable of the sheet as `rgb(...)`.
     probe.style.color = `var(${name})`;
     found = getComputedStyle(probe).color;
     known.set(name, found);
@@ -112,6 +113,7 @@ export function follow(canvas, picture) {
   };
   let last = 0;
   new ResizeObserver(() => {
+    // Drawing sets the height, of which the observer tells too.
     if (canvas.clientWidth !== last) {
       last = canvas.clientWidth;
       redraw();

@@ -70,6 +70,7 @@ export async function api(path, query = {}, signal) {
     signal,
     headers: { accept: "application/json" },
   });
+  // A proxy may answer with a page of its own.
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(body.error ?? `the server answered ${response.status}`);
   return body;

@@ -104,6 +104,7 @@ function draw(g, width, height) {
     g.beginPath();
     g.rect(EDGE.left, EDGE.top, w, h);
     g.rect(x, y, bw, bh);
+    // By even and odd, what is between the two boxes becomes pale.
     g.fill("evenodd");
     g.globalAlpha = 1;
     g.strokeStyle = colour("--text");

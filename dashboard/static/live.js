@@ -67,6 +67,7 @@ function take(page, other) {
   const same = ["href", "name"].filter((attribute) => focused?.hasAttribute(attribute));
   for (const old of document.querySelectorAll("[data-live]")) {
     const now = page.getElementById(old.id);
+    // What is the same stays, with its focus and what is selected in it.
     if (!now || now.isEqualNode(old)) continue;
     const open = [...old.querySelectorAll("details")].map((details) => details.open);
     const taken = /** @type {HTMLElement} */ (document.importNode(now, true));

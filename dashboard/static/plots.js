@@ -224,6 +224,7 @@ function createLines(holder, height, shown, asked) {
           (u) => {
             const { left, width } = u.select;
             if (width < 4) return;
+            // Without a call of this hook.
             u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
             asked.zoom(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
           },
@@ -259,6 +260,7 @@ export function stepChart(holder, height, asked) {
   });
   holder.addEventListener("click", (event) => {
     const at = chart?.plot.cursor.idx;
+    // The end of a drag over a range is a click too.
     if (Math.abs(event.clientX - from) < 4 && at !== null && at !== undefined) asked.open(at);
   });
   holder.addEventListener("keydown", (event) => {

@@ -348,9 +348,11 @@ async function search() {
     if (before === 0 || root.children !== children) showRows(children);
     else {
       root.total += children.count - before;
+      // This item stood for the leaves that were not fetched; the next one of its row is a leaf.
       root.created.delete(before - 1);
       render();
     }
+    // A filtered page may be empty and have a next one: a request looks at a limited number of leaves.
     if (!rows.length && next !== null) more();
   }
   await more();

@@ -76,6 +76,7 @@ export function numberOf(item) {
 function addRows(item, more) {
   for (let at = /** @type {Item | null} */ (item); at; at = at.parent) {
     at.total += more;
+    // Rows below a closed item are added to those above it when it opens.
     if (at !== item && !at.open) break;
   }
 }
@@ -140,6 +141,7 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
           fetched();
         })
         .catch((error) => {
+          // The next look at the row requests it again.
           pages.delete(key);
           failed(error);
         });

@@ -188,6 +188,7 @@ function showWaterfall(canvas, data, slowest, note) {
   canvas.addEventListener("pointerdown", ({ button, offsetX: x, offsetY: y, pointerId }) => {
     if (button !== 0) return;
     scene.drag = { x0: x, y0: y, x1: x, y1: y };
+    // A drag may leave the canvas, and ends where the button is released.
     canvas.setPointerCapture(pointerId);
   });
   canvas.addEventListener("pointerup", ({ offsetX: x, offsetY: y }) => {

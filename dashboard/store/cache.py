@@ -82,6 +82,7 @@ class Cache:
         with contextlib.suppress(OSError):
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                # A directory may exist that cannot be written to: only a file shows that.
                 with tempfile.TemporaryFile(dir=directory):
                     return directory
         temporary = tempfile.mkdtemp(prefix="treeckpt-dashboard-")
@@ -172,8 +173,10 @@ def _open(path: Path) -> sqlite3.Connection:
     with contextlib.suppress(OSError):
         if path.stat().st_size > MAX_SUMMARIES:
             path.unlink()
+    # Requests run in several threads, and `Cache._lock` lets one at a time use it.
     connection = sqlite3.connect(path, check_same_thread=False, timeout=2)
     connection.execute("PRAGMA journal_mode = WAL")
+    # What a power failure takes away or damages is computed again.
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute("CREATE TABLE IF NOT EXISTS summary (key TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID")
     return connection

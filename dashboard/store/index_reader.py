@@ -176,6 +176,7 @@ class IndexReader:
             error, until = self._failed.pop(key, (None, 0.0))
             if error is not None and until > time.monotonic():
                 self._failed[key] = error, until
+                # It is raised again for each request: each time its traceback would grow.
                 raise error.with_traceback(None)
         return self._open_file(key)
 
@@ -196,6 +197,7 @@ class IndexReader:
 
     def _build(self, key: str, folder: Store) -> StoredOutline:
         with self._building:
+            # Another request may have built it while this one waited for the lock.
             if (outline := self._open_file(key)) is None:
                 try:
                     write_outline(checkpoint.read_index(folder), self._cache.outline_path(key))

@@ -84,6 +84,7 @@ class Failed(msgspec.Struct, tag="error"):
 
 def send(message: msgspec.Struct) -> None:
     """Prints a message."""
+    # At once, so that no message is left in a buffer when the process is killed.
     os.write(1, line_of(message))
 
 
@@ -190,8 +191,10 @@ class ProcessJob:
 
     def run(self) -> int | None:
         """Runs the process to its end, and takes its messages; returns its status, None if it did not start."""
+        # Isolated, so that nothing is imported from the working directory; PROGRAM sets the path of this process.
         command = [sys.executable, "-I", "-c", PROGRAM, json.dumps(sys.path), f"treeckpt_dashboard.{self._module}"]
         with self._lock:
+            # Under the lock, so that `cancel` finds either a job that has not started or a process to kill.
             if self.state != "waiting":
                 return None
             self.state, self.started = "running", time.monotonic()
@@ -300,6 +303,7 @@ class JobQueue(Generic[J]):
             self._ended.append((key, job))
             if len(self._ended) > MAX_ENDED:
                 key, job = self._ended.popleft()
+                # A later job of this key stays.
                 if self._jobs.get(key) is job:
                     del self._jobs[key]
 

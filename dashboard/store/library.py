@@ -223,6 +223,7 @@ class Library:
         watch = self.watches[run.id]
         self._take_verifications()
         watch.refresh(wait=wait)
+        # Their indexes may be read by now.
         watch.inspect([info.name for info in watch.infos if isinstance(info, UnreadInfo)])
         return self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
 

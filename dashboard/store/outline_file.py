@@ -87,6 +87,7 @@ def write_outline(index: Index, target: Path, report: Callable[[int, int], None]
     bare = encode(msgspec.structs.replace(index, structure=None, leaves=()))
     head = encode(_Head(isinstance(index, ForeignIndex), msgspec.Raw(bare), summary, list(columns.forms), parts))
     head += b" " * (-len(head) % ALIGNMENT)
+    # With the process in its name, because another one may write the same file at the same time.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

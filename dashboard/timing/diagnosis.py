@@ -148,15 +148,15 @@ class OffenderRow(msgspec.Struct, frozen=True):
     saves: int
     """The number of saves in which it was one."""
     recent: int
-    """The number of these among the last saves, of which `HostRow.of` says how many they are."""
+    """The number of such saves among the last ones, of which `HostRow.of` says how many they are."""
     worst: int
     """The number of saves in which it lost the most time."""
     times: float | None
     """The median of its time as a multiple of the median rank's."""
     phase: str
-    """The phase in which it lost the most, in most of these saves; empty for all of its work."""
+    """The phase in which it lost the most, in most saves in which it was a straggler; empty for all of its work."""
     id: str
-    """The last of these saves."""
+    """The id of the last save in which it was a straggler."""
     step: int
 
 
@@ -168,14 +168,14 @@ class HostRow(msgspec.Struct, frozen=True):
     saves: int
     """Number of saves in which any of its ranks was a straggler."""
     share: float
-    """The share of these among all saves."""
+    """The share of all saves in which any of its ranks was a straggler."""
     recent: int
     of: int
     """How many saves are the last ones."""
     ranks: list[OffenderRow]
     """The ranks that stood out, those of the most saves first."""
     more: int
-    """How many others there are."""
+    """How many other ranks of the host stood out."""
 
 
 def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:

@@ -307,6 +307,7 @@ def _straggler_row(straggler: Straggler, profile: SaveProfile) -> StragglerRow:
         phase=straggler.phase,
         seconds=straggler.ns / 1e9,
         median=straggler.median_ns / 1e9,
+        # JSON has no infinity.
         times=times if math.isfinite(times) else None,
         score=score if math.isfinite(score) else None,
     )

@@ -118,6 +118,7 @@ class RequestGuard:
         # browsers share cookies between the ports of a host: two dashboards must not overwrite each other's cookie
         self._cookie = "treeckpt_" + hashlib.sha256(b"treeckpt cookie " + (self._token or b"")).hexdigest()[:8]
         self._root_path = root_path
+        # It needs no lock, because all requests are counted in one event loop.
         self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +155,7 @@ class RequestGuard:
 
     def _host_allowed(self, given: list[str]) -> bool:
         try:
+            # Of two Host headers a proxy may have looked at the other one.
             name, port = host_name(given[0]) if len(given) == 1 else ("", "")
         except ValueError:
             return False
@@ -165,6 +167,7 @@ class RequestGuard:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         offered = [value for name, value in query if name == "token"]
+        # In constant time: how long the answer to a wrong token takes tells nothing of the right one.
         if offered and hmac.compare_digest(offered[0].encode("utf-8", "replace"), self._token):
             return self._set_cookie(scope, [pair for pair in query if pair[0] != "token"])
         if hmac.compare_digest(cookie.encode("utf-8", "replace"), self._session.encode()):

@@ -98,6 +98,7 @@ class _TimedConnection(H11Protocol):
 
     def _start_waiting(self) -> None:
         self.waiting.pop(self, None)
+        # At the end of the dict, whose first one is closed where too many wait.
         self.waiting[self] = None
 
     def _expect_head(self) -> None:

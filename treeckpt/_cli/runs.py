@@ -122,6 +122,7 @@ def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
 def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[str, str]]:
     """Returns by path what the checkpoints of other programs are, and what reads them; links are not followed."""
     foreign = [info.path for info in found if info.status == "foreign" and not Path(info.path).is_symlink()]
+    # Where nothing of ours was found, the path itself may be a checkpoint of another program.
     places = foreign if len(foreign) < len(found) else [local_path(run), *foreign]
     return {place: described for place in places if (described := describe_foreign(place))}
 

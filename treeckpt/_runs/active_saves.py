@@ -81,6 +81,7 @@ def _merge_records(records: Iterable[Progress]) -> SaveUnderWay:
     ranks = {record.rank: record for record in records}
     first = next(iter(ranks.values()))
     now_ns, updated_ns = time.time_ns(), max(record.updated_ns for record in ranks.values())
+    # Rank 0 alone could commit the save.
     alive = is_alive(progress_name(0, first.save_id), ranks[0], now_ns) if 0 in ranks else None
     writing = sorted((r for r in ranks.values() if r.phase == "write"), key=lambda r: (r.fraction, r.rank))
     return SaveUnderWay(

@@ -311,6 +311,7 @@ def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     for info, mark in marked:
         position = order.position(mark) if mark is not None else None
         step = step_of(info.name) if is_step_name(info.name) else info.step
+        # Without an index that can be read only the step says where it belongs.
         if position is None and step is not None:
             position = order.position_of_step(step)
         if position is not None:

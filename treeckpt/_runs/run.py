@@ -292,6 +292,7 @@ class RunDirectory:
             contextlib.suppress(FileNotFoundError),
         ):
             why = self.remove_directory(removal, grace) if free else "it is being saved"
+        # Once its index is gone it is no checkpoint any more, and the next clean-up removes the rest.
         if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
             raise _held(folder, why)
 

@@ -104,6 +104,7 @@ def assign_value(live: Any, saved: Any) -> Any:
     if not isinstance(saved, Tensor) and (live.ndim or (isinstance(saved, float) and not live.is_floating_point())):
         return saved
     with torch.no_grad():
+        # torch refuses to change a tensor in place that gradients are recorded for.
         live.copy_(torch.as_tensor(saved))
     return live
 

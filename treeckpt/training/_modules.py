@@ -100,6 +100,7 @@ def named_objects(given: Any, kind: type, what: str) -> list[tuple[Key, Any]]:
     for key, part in pairs:
         if _is_state_dict(part):
             raise _state_dict_error("/".join((what, *key)), noun)
+        # What wraps an optimizer need not be one by its class.
         if not isinstance(part, kind) and not (what == "optimizer" and is_optimizer(part)):
             raise TreeError(
                 "/".join((what, *key)),

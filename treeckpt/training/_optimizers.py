@@ -157,6 +157,7 @@ def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...
     return [
         ParamGroup(
             tuple(_name_of(p, ties, f"param_groups/{position}") for p in group["params"]),
+            # The names are in `members`.
             {k: v for k, v in group.items() if k not in ("params", "param_names")},
         )
         for position, group in enumerate(groups)

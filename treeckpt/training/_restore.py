@@ -194,7 +194,7 @@ def restore(
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
         cast, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
         fallback: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
-            `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng", see `training.rank_state`.
+            `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng".
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:

@@ -436,6 +436,7 @@ class CheckpointSource:
         once = bool(self.options.read.once) and not alone
         own = msgspec.structs.replace(
             self.options,
+            # What is not selected is `...` in the target, or dropped by a rule.
             select=None,
             exclude=None,
             strict=strict,
