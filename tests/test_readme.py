@@ -172,7 +172,7 @@ def test_the_dependencies_are_those_that_are_installed() -> None:
 
 
 def test_figures_are_those_of_the_code() -> None:
-    assert f"`memory=` ({_conversion.MEMORY >> 20} MiB)" in FORMATS_PAGE
+    assert f"`memory=` ({_conversion.DEFAULT_MEMORY >> 20} MiB)" in FORMATS_PAGE
     assert f"Every {shard_header.BLOCK >> 10} KiB has a checksum" in " ".join(README.split())
     assert obstore.PART == 8 << 20 and obstore.LARGE_PART == 64 << 20 and (PER_CPU, START) == (16, 64)
     guide = " ".join(GUIDES[ROOT / "notebooks/07_buckets.ipynb"].split())
