@@ -85,9 +85,7 @@ def state(
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
     left_out = _left_out(entries.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
     every = buffers in ("per_rank", "same")
-    kept = [
-        entry for entry in entries.entries if (entry.owned is not False or every) and entry.full_name not in left_out
-    ]
+    kept = [e for e in entries.entries if (e.owned is not False or every) and e.full_name not in left_out]
     pairs = ((entry.key, _marked(entry, buffers)) for entry in kept)
     tree: dict[str, Any] = {"model": with_metadata(nested(pairs), entries.metadata)}
     if optimizers:
