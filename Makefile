@@ -137,7 +137,7 @@ docs: $(STAMP) ## write the reference of the public names, the errors and the fo
 	$(call say,Installing pdoc)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(call say,Writing build/docs)
-	@$(BIN)/python -m pdoc -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules)\._.*'
+	@$(BIN)/python -m tests.helpers.reference -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules)\._.*'
 
 notebooks: $(STAMP) ## run the guides in notebooks/ and renew the outputs that are stored in them
 	$(call say,Running the guides)
