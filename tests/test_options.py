@@ -93,6 +93,19 @@ def test_a_field_is_honoured_or_refused_by_name(run: Path, call: str, field: str
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("call", LOADS)
+def test_a_field_that_asks_for_nothing_is_never_refused(run: Path, call: str) -> None:
+    read = tc.ReadOptions(once=False, mmap=False, copy=False, follow_links=False)
+    assert CALLS[call](run, read=read) is not None
+
+
+def test_each_rank_reads_for_itself_in_the_background_if_told(tmp_path: Path) -> None:
+    tc.save(tmp_path, {"n": 1})
+    own = tc.ReadOptions(once=False)
+    told = on_ranks(2, lambda comm: tc.load_async(tmp_path, read=own, comm=comm).result(60))
+    assert [one.value for one in told] == [{"n": 1}] * 2
+
+
 def test_a_refused_field_is_told_before_there_is_anything_to_restore(tmp_path: Path) -> None:
     with tc.Manager(tmp_path) as manager:
         for options in ({"read": tc.ReadOptions(mmap=True)}, {"fallback": tc.Fallback(on_corrupt="skip")}):
@@ -165,6 +178,15 @@ def test_the_error_for_an_option_of_a_group_names_the_group(run: Path, call: str
         TypeError, match=rf"^'{name}' is no option of .*; write {group}=tc\.{NEW[group]}\({field}=\.\.\."
     ):
         CALLS[call](run, **{name: "first"})
+
+
+def test_an_unknown_option_is_told_before_there_is_anything_to_restore(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path) as manager:
+        for options in ({"mmap": True}, {"into": {"n": 0}, "verify": "first"}):
+            with pytest.raises(TypeError, match=r"is no option of restore.*; write read=tc\.ReadOptions\("):
+                manager.restore(**options)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="'ids' is no option of restore with into"):
+            manager.restore(into={"n": 0}, ids=[1])
 
 
 @pytest.mark.parametrize("call", ["training.restore", "Manager.resume"])

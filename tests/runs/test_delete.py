@@ -13,10 +13,12 @@ import pytest
 import treeckpt as tc
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt._core.format.files import step_name
+from treeckpt._core.format.files import deleted_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.store import MemoryStore
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
 
 
 def test_a_step_is_deleted_on_request_and_the_others_stay(tmp_path: Path) -> None:
@@ -116,3 +118,20 @@ def test_a_deletion_that_is_interrupted_behind_the_index_is_finished_by_the_next
             manager.delete(1)
         manager.clean()
         assert run.folder(step_name(1)).sizes() == {} and manager.steps() == [2]
+
+
+def test_a_pinned_step_whose_deletion_was_killed_comes_back_in_a_store_that_knows_no_conditions() -> None:
+    """As a store of one's own is, which neither renames files nor writes on condition of a version."""
+    run = MemoryRun()
+    for step in (1, 2):
+        tc.save(run.folder(step_name(step)), {"n": step}, step=step)
+    folder = run.folder(step_name(1))
+    save_id = tc.inspect(folder).save_id
+    aside = deleted_name(save_id, "0" * 16)
+    folder.publish(aside, folder.read("index.json", limit=1 << 20), replace=False)
+    RunDirectory(run).put_pin(1)
+    folder.delete("index.json")
+    assert tc.load(folder) == {"n": 1}, "readers take the index from the other name"
+    report = RunDirectory(run).clean([Last(1)], grace=0)
+    assert not report.failed and tc.load(folder) == {"n": 1}
+    assert folder.entry("index.json") is not None and folder.entry(aside) is None

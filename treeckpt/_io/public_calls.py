@@ -96,7 +96,7 @@ def check_group(
     Args:
         name: of the argument of `call` that takes the group.
         example: a field and its value, for the error.
-        refused: the fields that the call cannot honour, each with what to do.
+        refused: the fields that the call cannot honour, each with what to do. False asks for nothing, and is taken.
 
     Raises:
         TypeError: something else is given; the error names the form.
@@ -110,7 +110,7 @@ def check_group(
         raise TypeError(f"{call} takes {name}={group}({example}), found {name}={given!r:.60}")
     for field, hint in refused.items():
         value: Any = getattr(given, field)
-        if value != getattr(default, field):
+        if value and value != getattr(default, field):
             expected = f"{getattr(default, field)!r}, in {call}"
             raise MismatchError(field, expected=expected, found=f"{value!r:.60}", hint=hint)
     return given

@@ -44,6 +44,7 @@ from .._io.storage.store import RunStore, Store
 from .._loading.options import (
     IN_PLACE,
     NO_SALVAGE,
+    ONLY_OF_LOAD,
     LoadKeywords,
     Policy,
     fallback_of,
@@ -82,6 +83,8 @@ if TYPE_CHECKING:  # they import torch
 
 _log = logging.getLogger("treeckpt")
 _LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}
+_RESTORE = (*LoadKeywords.__optional_keys__, "together")
+"""The options of `Manager.restore`; `ONLY_OF_LOAD` are none with `into`."""
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
@@ -394,6 +397,8 @@ class Manager:
         """
         if like is not None and into is not None:
             raise TreeckptError(self.directory.url, expected="one target", found="like and into")
+        known, of = ({*_RESTORE} - ONLY_OF_LOAD, "restore with into") if into is not None else (_RESTORE, "restore")
+        check_options(options, known, of)
         options.setdefault("namespace", self.options.namespace)
         options["read"] = read_of(options.get("read"), "restore", {**_LINKS, **(IN_PLACE if into is not None else {})})
         options["fallback"] = fallback_of_load(options.get("fallback"), "restore")

@@ -37,6 +37,7 @@ index back publishes it as `index.json`, and then replaces the content of the ot
 it is the version that was read. So does the deletion that decides, which then looks for `index.json` once more: only
 one succeeds, and the other gives up, or deletes what it has published. A save that was stopped for so long publishes
 nothing: a clean-up deletes its temporary index before its shards, and the save looks for its shards in between.
+A store that knows neither renames nor conditions does the same without them: there only the locks keep two apart.
 
 *Leftovers* are the files that dead saves left. What may be removed is decided by `_inspect.deletion`. A save clears its
 path before it writes and, where the store has no conditional write, once more when it has ended: of two saves that end
@@ -522,7 +523,7 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
 
 def restore_index(store: Store) -> bool:
     """Gives an index its name back, see `taken_index`; returns whether there was one."""
-    if not (store.traits.renames or store.traits.conditional) or INDEX_NAME in (names := store.sizes()):
+    if INDEX_NAME in (names := store.sizes()):
         return False
     if (taken := taken_index(store, names)) is not None:
         name, data = taken
@@ -534,7 +535,7 @@ def restore_index(store: Store) -> bool:
                 return True
             # published before the decision: a kill in between leaves it in both places, and the deletion looks for it
             store.publish(INDEX_NAME, data, replace=False)
-            if _take_content(store, name) is not None:
+            if not store.traits.conditional or _take_content(store, name) is not None:
                 store.delete(name)
                 return True
             # where the other file is gone, a clean-up has found the index back, or all shards are gone too
@@ -564,6 +565,10 @@ def decide_deletion(store: Store, aside: str, mark: str) -> bool:
             return store.entry(INDEX_NAME) is None
         with contextlib.suppress(CheckpointExists, FileNotFoundError):  # of a process that was killed putting it back
             take_index(store, aside, holds=lambda found: found == data)
+    elif store.entry(INDEX_NAME) is not None:  # it is back
+        return False
+    else:
+        store.publish(aside, DECIDED, replace=True)
     return True
 
 
