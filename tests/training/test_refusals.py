@@ -313,3 +313,10 @@ def test_moments_of_layers_that_are_frozen_here_are_warned_of(tmp_path: Path, ca
     tc.save(tmp_path / "no moments", training.state(fresh, torch.optim.AdamW(fresh.parameters())))
     training.restore(tmp_path / "no moments", model, again)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("under", ["", "model"])
+def test_what_is_no_source_is_refused_by_its_class_wherever_it_is_placed(under: str) -> None:
+    source: Any = 5
+    with pytest.raises(tc.MismatchError, match="found int"):
+        tc.training.restore(source, torch.nn.Linear(2, 2), under=under)

@@ -571,6 +571,8 @@ def place_under(given: Any, under: str) -> Any:
         return reduce(lambda tree, key: {key: tree}, reversed(parse_path(under)), given)
     if isinstance(given, Bank):
         return given.opened([place_under(source.path, under) for source in given.sources])
+    if not isinstance(given, Checkpoint):  # opening it says what is wrong
+        return given
     index = given.index
     structure = reduce(lambda node, key: DictNode((key,), (node,)), reversed(parse_path(under)), index.structure)
     return given.with_index(msgspec.structs.replace(index, structure=structure))
