@@ -177,7 +177,8 @@ class Manager:
         Args:
             thing: an object with `state_dict` and `load_state_dict`, `KeyedTable.of` a hash table, or a tree whose
                 containers can change; the same on all ranks, except for parts in `PerRank` or `Sharded`. An optimizer
-                may be without state when it is restored: its state is created on the devices of its parameters.
+                may be without state when it is restored: its state is created on the devices of its parameters. In a
+                `resume` it has its state before what is passed as optimizer, scheduler and generators.
 
         Raises:
             ValueError: the name is taken.
@@ -193,7 +194,8 @@ class Manager:
 
         Args:
             get: returns the value at each save: any tree that `treeckpt.save` takes, the same on all ranks.
-            set: called with the value as it was saved.
+            set: called with the value as it was saved. In a `resume`, after the model is filled, and before optimizers,
+                schedulers and generators have their states.
 
         Raises:
             ValueError: the name is taken.
