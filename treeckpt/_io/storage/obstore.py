@@ -90,6 +90,8 @@ _AFTER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_F
 """Variables of a container, whose credentials come after those of a profile."""
 _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "credential_source", "login_session")
 """Settings of a profile that signs on, assumes a role or runs a program."""
+_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
@@ -108,11 +110,10 @@ def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
             merged.update({key.removeprefix("aws_"): profile[key] for key in _PLAIN if key in profile})
         elif any(key in profile for key in _BY_BOTO3):
             merged["credential_provider"] = _boto3_provider(url, name)
-    for option, variables in (
-        ("region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
-        ("endpoint_url", ("AWS_ENDPOINT_URL",)),
+    for option, given, variables in (
+        ("region", ("region", "aws_region"), ("AWS_REGION", "AWS_DEFAULT_REGION")),
+        ("endpoint_url", _ENDPOINTS, _ENDPOINT_VARIABLES),
     ):
-        given = (option, f"aws_{option}", option.removesuffix("_url"))
         if option in profile and not any(key in options for key in given) and not any(v in env for v in variables):
             merged[option] = profile[option]
     return merged
@@ -195,8 +196,6 @@ PAGE_SECONDS = 240.0
 SIGNED_FOR = timedelta(minutes=5)
 """How long a presigned URL is taken; each request has its own."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
-_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _WEB_PAGE = "a web page in its place"
