@@ -187,8 +187,8 @@ TRIES = 3
 """Tries of any other request here, each of which obstore repeats too."""
 DELETE_TRIES = 5
 """Tries of a deletion on condition, which obstore does not repeat."""
-PAUSE = 0.2
-"""Half of the seconds before the first retry here; each pause is twice as long as the one before."""
+PAUSE = 0.4
+"""Seconds before the first retry here; each pause is twice as long as the one before."""
 LISTING = 30.0
 """Seconds of a listing of direct children after which it is looked at page by page: whether its pages come again."""
 PAGE_SECONDS = 240.0
@@ -510,7 +510,7 @@ class ObstoreBucket:
                 # 409: another request changes the object at this moment
                 if tried == DELETE_TRIES or not (judge(error).temporary or status_of(error.__cause__) == 409):
                     raise
-                time.sleep(PAUSE * 2**tried)
+                time.sleep(PAUSE * 2 ** (tried - 1))
         raise AssertionError("the last try returns or raises")
 
     def _is_there(self, key: str) -> bool:
@@ -571,7 +571,7 @@ class ObstoreBucket:
             except StoreError as error:
                 if tried == TRIES or unless() or not (error.refused_once or (cut and is_cut(error))):
                     raise
-                time.sleep(PAUSE * 2**tried)
+                time.sleep(PAUSE * 2 ** (tried - 1))
         raise AssertionError("the last try returns or raises")
 
 
