@@ -15,6 +15,8 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage import checkpoint
 from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.shard_reader import check_blocks
+from treeckpt.training._sources import place_under
 
 
 class CountingStore(LocalStore):
@@ -198,3 +200,18 @@ def test_custom_metadata_is_read_as_plain_values() -> None:
     store, given = tc.MemoryStore(), {"name": "run", "sizes": 3, "loss": float("inf"), "bytes": b"x", "z": 1j}
     tc.save(store, {"a": 1}, custom_metadata=given)
     assert tc.inspect(store).custom_metadata == given
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_a_shard_names_the_leaves_of_the_index_that_it_is_read_under(tmp_path: Path, opened: str) -> None:
+    tc.save(tmp_path / "c", {"w": np.arange(1000.0)})
+    old = checkpoint.Checkpoint(LocalStore(tmp_path / "c"))
+    (file,) = old.index.file_list
+    if opened == "before":
+        old.shard(file)
+    new = place_under(old, "model")
+    for one, name in ((new, "model/w: "), (old, "w: "), (new, "model/w: ")):
+        shard = one.shard(file)
+        assert shard.index is one.index
+        with pytest.raises(tc.CorruptError, match=f"^{name}"):
+            check_blocks(one.store, shard, 0, memoryview(bytes(file.nbytes)))

@@ -75,6 +75,18 @@ class ActingValue:
         self.act()
 
 
+class ActingStore(tc.MemoryStore):
+    """A store that does something when a file is created."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    def create(self, name: str, nbytes: int) -> Any:
+        self.act()
+        return super().create(name, nbytes)
+
+
 @pytest.mark.parametrize("outer", [tc.save, tc.save_async])
 @pytest.mark.parametrize("kind", [Acting, ActingValue])
 def test_an_object_that_saves_when_it_is_saved_is_an_error(tmp_path: Path, outer: Any, kind: Any) -> None:
@@ -84,6 +96,22 @@ def test_an_object_that_saves_when_it_is_saved_is_an_error(tmp_path: Path, outer
     with pytest.raises(tc.TreeckptError, match=f"a save is under way on this thread: {outer.__name__}"):
         outer(tmp_path / "outer", {"o": kind(save)}, allow_pickle=True)
     assert not (tmp_path / "inner").exists() and not (tmp_path / "outer/index.json").exists()
+
+
+def test_a_refusal_says_save_of_what_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_: Any) -> bool:
+        tc.save(tmp_path / "inner", {"n": 1})
+        return True
+
+    with tc.Manager(tmp_path / "run", background=False) as manager:
+        monkeypatch.setattr(type(manager.schedule), "due", save)
+        with pytest.raises(tc.CheckpointError, match=r"a call is under way on this thread: Manager\.should_save,"):
+            manager.should_save(1)
+        with pytest.raises(tc.CheckpointError, match=r"a save is under way on this thread: Manager\.save,"):
+            manager.save(1, {"o": Acting(save)})
+    pending = tc.save_async(ActingStore(save), {"n": 1})
+    with pytest.raises(tc.CheckpointError, match="a save is under way on this thread: save_async,"):
+        pending.result(60)
 
 
 def test_an_object_may_load_when_it_is_saved_and_when_it_is_loaded(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ..errors import CheckpointError, MismatchError
 
@@ -57,8 +57,8 @@ GROUPS = {
 """The options that stand in a group, by the argument that takes it."""
 _RENAMED = {"world_changed": "per_rank"}
 """Fields of groups by other names for them."""
-_calls: dict[CodeType, str] = {}
-"""The code of the functions inside of which no save is made, with their names."""
+_calls: dict[CodeType, tuple[str, str]] = {}
+"""The code of the functions inside of which no save is made, with their names, and what they are to users."""
 
 
 def check_options(given: Iterable[str], known: Iterable[str], of: str) -> None:
@@ -144,13 +144,15 @@ class _Refusals(threading.local):
 _refused = _Refusals()
 
 
-def takes_no_save(function: Callable[P, T], *, name: str = "") -> Callable[P, T]:
-    """Has saves refused on a thread where this function is under way; `name` says what users call it.
+def takes_no_save(
+    function: Callable[P, T], *, name: str = "", kind: Literal["call", "save"] = "call"
+) -> Callable[P, T]:
+    """Has saves refused on a thread where this function is under way; `name` and `kind` say what it is to users.
 
     The error of a handler may be lost in the function, so refusals are logged at its end, except what it raises itself.
     """
     name = name or function.__qualname__
-    _calls[function.__code__] = name  # pyright: ignore[reportFunctionMemberAccess]
+    _calls[function.__code__] = name, kind  # pyright: ignore[reportFunctionMemberAccess]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -179,7 +181,7 @@ def saves(function: Callable[P, T]) -> Callable[P, T]:
     Raises:
         CheckpointError: naming that call; or the modules of the interpreter are being torn down.
     """
-    name, call = function.__qualname__, takes_no_save(function)
+    name, call = function.__qualname__, takes_no_save(function, kind="save")
 
     @functools.wraps(function)
     def refuse_or_call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -196,8 +198,7 @@ def saves(function: Callable[P, T]) -> Callable[P, T]:
             frame = frame.f_back
         if frame is None or frame.f_code is call_back.__code__:
             return call(*args, **kwargs)
-        outer = _calls[frame.f_code]
-        kind = "save" if "ave" in outer else "call"
+        outer, kind = _calls[frame.f_code]
         refusal = CheckpointError(
             name,
             expected="to be called where no other call is under way on the thread",

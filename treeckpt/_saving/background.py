@@ -180,7 +180,7 @@ class _BackgroundSave:
             self._end_record()
             self._pending.set_finished(report, error)
 
-    @partial(takes_no_save, name="save_async")
+    @partial(takes_no_save, name="save_async", kind="save")
     def _write_and_commit(self, *, here: bool) -> SaveReport:
         with self._open_contexts:
             # 5. Copy the tree now, with lazy staging

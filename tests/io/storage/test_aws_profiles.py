@@ -45,6 +45,15 @@ def test_given_keys_and_the_environment_go_before_a_profile(tmp_path: Path) -> N
     assert s3_options("s3://b", {}, {"HOME": "/nowhere"}) == {}
 
 
+def test_an_endpoint_that_is_given_by_any_name_goes_before_that_of_a_profile(tmp_path: Path) -> None:
+    env = aws_files(tmp_path, "[default]\nendpoint_url = https://s3.lab\n")
+    for name in ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url"):
+        assert s3_options("s3://b", {name: "https://mine"}, env) == {name: "https://mine"}
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        assert s3_options("s3://b", {}, {**env, name: "https://mine"}) == {}
+    assert s3_options("s3://b", {}, env) == {"endpoint_url": "https://s3.lab"}
+
+
 def test_a_profile_that_is_missing_or_signs_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = aws_files(tmp_path, "[profile sso]\nsso_session = corp\n")
     with pytest.raises(tc.StoreError, match="expected the profile other of AWS_PROFILE"):

@@ -178,3 +178,22 @@ def test_a_file_system_without_an_exclusive_mode_is_written_without_conditions(m
     with pytest.raises(tc.CheckpointExists):
         tc.save(store, {"n": 2})
     assert tc.load(store) == {"n": 1}
+
+
+def test_the_version_of_a_file_that_is_longer_than_the_limit_admits_a_write_and_a_deletion() -> None:
+    pytest.importorskip("fsspec")
+    store = tc.ObjectStore("memory://conditional/longer")
+    store.publish("index.json", b"0123456789", replace=False)
+    data, version = store.read_version("index.json", limit=3)
+    assert data == b"0123"
+    store.publish("index.json", b"new", replace=version)
+    with pytest.raises(tc.CheckpointExists):
+        store.publish("index.json", b"late", replace=version)
+    store.publish("index.json", b"9876543210", replace=True)
+    _, old = store.read_version("index.json", limit=3)
+    store.publish("index.json", b"98765 and more", replace=True)
+    with pytest.raises(tc.CheckpointExists):
+        store.delete("index.json", version=old)
+    _, version = store.read_version("index.json", limit=3)
+    store.delete("index.json", version=version)
+    assert store.sizes() == {}

@@ -452,3 +452,20 @@ def test_a_store_that_refuses_a_shard_says_nothing_of_it_and_damage_is_known_to_
     asked = [row["path"] for row in s3.log()]
     assert sum("list-type" in path for path in asked) == 1 and sum("damage." in path for path in asked) == 1
     assert len(asked) == 5, "a listing, two indexes; of the one that has a verdict that, and the index beside it"
+
+
+def test_the_beginnings_of_objects_that_are_kept_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects_module, "HEADS_NBYTES", 3 * objects_module.HEAD, raising=False)
+    store = tc.ObjectStore(f"memory://{tmp_path.name}/heads")
+    names = [f"shard-{number}" for number in range(10)]
+    for number, name in enumerate(names):
+        store.publish(name, bytes([number]) * (objects_module.HEAD + 1), replace=False)
+    for name in (*names, *names):
+        for nbytes in (8, 5000):
+            data = bytearray(nbytes)
+            store.read_into(name, 0, memoryview(data))
+            assert data == bytes([int(name[-1])]) * nbytes
+    assert list(store._heads) == names[-3:], "the oldest go first"
+    store.close()
+    store.read_into(names[0], 0, memoryview(bytearray(8)))
+    assert list(store._heads) == names[:1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from treeckpt._io.storage import requests_in_flight
 from treeckpt._io.storage.bucket import FetchFailure, RangeResponse
 from treeckpt._io.storage.requests_in_flight import HEDGED, RangeFetcher, RequestTimes
 
@@ -67,6 +68,25 @@ def fetch_all(fetch: Callable[[Any], RangeResponse], *, memory: int = 1 << 20, t
     RangeFetcher(fetch, judge, tries).run(RANGES, found, memory=memory)
     assert all(data == content(RANGES[number]) for number, data in found.ranges.items())
     return Counter(content(RANGES[number]) for number in found.ranges)
+
+
+def test_the_first_retry_of_a_range_waits_up_to_what_its_constant_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, waited, sleep = Counter[int](), list[float](), time.sleep
+
+    def fetch(wanted: Any) -> RangeResponse:
+        asked[wanted[1]] += 1
+        if wanted[1] == 0 and asked[0] < 4:
+            raise Passing
+        return answer(wanted)
+
+    monkeypatch.setattr(requests_in_flight, "FIRST_PAUSE", 0.004)
+    monkeypatch.setattr(requests_in_flight, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    fetch_all(fetch)
+    monkeypatch.undo()
+    assert len(waited) == 3
+    for seconds, most in zip(waited, (0.004, 0.008, 0.01), strict=True):
+        assert most / 2 <= seconds <= most
 
 
 def test_each_range_is_consumed_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import sys
 import threading
 import time
@@ -109,6 +110,19 @@ class _CopiedStore(MemoryStore):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _CopiedStore, ()
+
+
+@pytest.mark.parametrize("follow", [None, False, True])
+def test_a_writer_process_follows_links_as_the_store_does(
+    tmp_path: Path, follow: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path, follow_links=follow)
+    address = store.address()
+    assert address is not None
+    monkeypatch.setenv("TREECKPT_FOLLOW_LINKS", "0" if follow else "1")
+    opened = pickle.loads(address)
+    assert type(opened) is LocalStore and opened.directory == tmp_path
+    assert opened.follow_links is store.follow_links is bool(follow)
 
 
 def test_a_store_that_only_this_process_has_has_no_address(tmp_path: Path) -> None:

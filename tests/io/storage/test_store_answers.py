@@ -76,6 +76,19 @@ def test_what_the_store_asks_to_send_again_is_sent_again(
     assert same(server.store(url), tree)
 
 
+def test_the_first_retry_waits_as_long_as_its_constant_says(server: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, sleep = server.store(), time.sleep
+    store.publish("index.json", b"{}", replace=True)
+    waited: list[float] = []
+    monkeypatch.setattr(obstore, "PAUSE", 0.01)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    server.set(rules=[refusal("^GET .*index", 400, "RequestTimeout", times=2)])
+    assert store.read("index.json", limit=9) == b"{}"
+    monkeypatch.undo()
+    server.set()
+    assert [seconds for seconds in waited if seconds in (0.01, 0.02, 0.04)] == [0.01, 0.02]
+
+
 def test_a_part_that_is_always_refused_ends_the_save(
     server: FarS3, in_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -311,7 +311,9 @@ class Checkpoint:
                 self.open_shards([file], whole=whole)
             else:
                 self._shards[key] = open_shard(self.store, self.index, file, self.sizes.get(file.name), whole=whole)
-        return self._shards[key]
+        shard = self._shards[key]
+        # it may have been opened under the index of `with_index`, or the one before: errors name leaves by that
+        return shard if shard.index is self.index else msgspec.structs.replace(shard, index=self.index)
 
     def add_shard(self, shard: OpenedShard, *, whole: bool) -> OpenedShard:
         """Keeps a shard that was opened elsewhere."""

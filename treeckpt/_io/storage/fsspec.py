@@ -103,7 +103,16 @@ class FsspecBucket:
     def read(self, key: str, limit: int) -> tuple[bytes, VersionTag]:
         with self._wrapped_errors("read", key):
             data = self._fs.cat_file(self._path(key), start=0, end=limit + 1)
-        return data, {"content": hashlib.blake2s(data).digest()}
+            tag = {"content": hashlib.blake2s(data).digest(), "limit": limit}
+            if len(data) > limit:
+                # the hash is that of the beginning alone: of the rest is known what a listing tells
+                self._fs.invalidate_cache()
+                tag["entry"] = _entry(self._fs.info(self._path(key)))
+        return data, tag
+
+    def _is_version(self, key: str, tag: VersionTag) -> bool:
+        """Whether a file has a version; raises FileNotFoundError if there is none."""
+        return self.read(key, tag["limit"])[1] == tag
 
     def fetch(self, key: str, start: int, nbytes: int) -> RangeResponse:
         with self._wrapped_errors("read", key):
@@ -120,8 +129,7 @@ class FsspecBucket:
         # threads of this process look and write one at a time; other processes are not held off
         with self._lock, self._wrapped_errors("write", key):
             if isinstance(replace, Mapping):
-                # the version is a hash of the content, so all of it is read
-                if self.read(key, len(data) + (1 << 30))[1] != replace:
+                if not self._is_version(key, replace):
                     raise FileExistsError(f"{self.url}/{key}")
             elif not replace and self._fs.exists(path):
                 raise FileExistsError(f"{self.url}/{key}")
@@ -160,7 +168,7 @@ class FsspecBucket:
 
     def delete_version(self, key: str, tag: VersionTag) -> None:
         with self._lock:
-            if self.read(key, 1 << 30)[1] != tag:
+            if not self._is_version(key, tag):
                 raise FileExistsError(f"{self.url}/{key}")
             self.delete(key)
 

@@ -75,9 +75,9 @@ def _where_links_lead(directory: Path, follow_links: bool) -> bool | Path:
     return follow_links or (real.parent if is_step_name(real.name) else real)
 
 
-def _open_local(directory: Path) -> LocalStore:
+def _open_local(directory: Path, follow_links: bool) -> LocalStore:
     """Opens a store in the writer process, which has no public module to find the class in."""
-    return LocalStore(directory)
+    return LocalStore(directory, follow_links=follow_links)
 
 
 class LocalStore(Store):
@@ -107,7 +107,7 @@ class LocalStore(Store):
     def address(self) -> bytes | None:
         if type(self) is not LocalStore:  # its own state may be of this process alone
             return super().address()
-        return pickle.dumps(PickledCall(_open_local, self.directory))
+        return pickle.dumps(PickledCall(_open_local, self.directory, self.follow_links))
 
     @property
     def traits(self) -> StoreTraits:

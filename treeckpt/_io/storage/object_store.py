@@ -159,6 +159,8 @@ class MultipartWriter:
 
 HEAD = 64 << 10
 """Bytes fetched by the first small read at the beginning of an object: a header comes together with its length."""
+HEADS_NBYTES = 16 << 20
+"""Bytes of such beginnings that are kept, at most: four times those of as many objects as are read at a time."""
 _ODD = re.compile(r"[\x00-\x1f\x7f/]")
 """What no plain name contains: control characters and slashes."""
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOME", "SSL_CERT_FILE")
@@ -202,6 +204,7 @@ class ObjectStore(Store):
     def _open(self, bucket: ObjectBucket, prefix: str) -> None:
         self._bucket, self._prefix = bucket, prefix
         self._heads: dict[str, bytes] = {}
+        self._heads_nbytes = 0
         self._lock = threading.RLock()
         self._fetcher = RangeFetcher(self._fetch_one, bucket.judge, bucket.tries, RequestDepth(bucket.depth))
         self._seen = ""
@@ -333,15 +336,23 @@ class ObjectStore(Store):
         if head is None and offset == 0 and nbytes < 4096:
             memory = bytearray(HEAD)
             head = bytes(memory[: self._fill(name, 0, memoryview(memory))])
-            with self._lock:
-                self._heads[name] = head
+            self._keep_head(name, head)
         # a shorter one is the whole object: the caller finds that the range goes past its end
         inside = head is not None and (offset + nbytes <= len(head) or len(head) < HEAD)
         return head if inside else None
 
+    def _keep_head(self, name: str, head: bytes) -> None:
+        """Keeps the first bytes of an object, in place of the oldest ones where they come to too many."""
+        with self._lock:
+            self._heads_nbytes += len(head) - len(self._heads.pop(name, b""))
+            self._heads[name] = head
+            while self._heads_nbytes > HEADS_NBYTES:
+                self._heads_nbytes -= len(self._heads.pop(next(iter(self._heads))))
+
     def close(self) -> None:
         with self._lock:
             self._heads.clear()
+            self._heads_nbytes = 0
 
     def create(self, name: str, nbytes: int) -> Writer:
         return (SinglePutWriter if nbytes <= SINGLE_PUT_LIMIT else MultipartWriter)(

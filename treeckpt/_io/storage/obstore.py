@@ -90,6 +90,8 @@ _AFTER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_F
 """Variables of a container, whose credentials come after those of a profile."""
 _BY_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "credential_source", "login_session")
 """Settings of a profile that signs on, assumes a role or runs a program."""
+_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
@@ -108,11 +110,10 @@ def s3_options(url: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
             merged.update({key.removeprefix("aws_"): profile[key] for key in _PLAIN if key in profile})
         elif any(key in profile for key in _BY_BOTO3):
             merged["credential_provider"] = _boto3_provider(url, name)
-    for option, variables in (
-        ("region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
-        ("endpoint_url", ("AWS_ENDPOINT_URL",)),
+    for option, given, variables in (
+        ("region", ("region", "aws_region"), ("AWS_REGION", "AWS_DEFAULT_REGION")),
+        ("endpoint_url", _ENDPOINTS, _ENDPOINT_VARIABLES),
     ):
-        given = (option, f"aws_{option}", option.removesuffix("_url"))
         if option in profile and not any(key in options for key in given) and not any(v in env for v in variables):
             merged[option] = profile[option]
     return merged
@@ -186,8 +187,8 @@ TRIES = 3
 """Tries of any other request here, each of which obstore repeats too."""
 DELETE_TRIES = 5
 """Tries of a deletion on condition, which obstore does not repeat."""
-PAUSE = 0.2
-"""Half of the seconds before the first retry here; each pause is twice as long as the one before."""
+PAUSE = 0.4
+"""Seconds before the first retry here; each pause is twice as long as the one before."""
 LISTING = 30.0
 """Seconds of a listing of direct children after which it is looked at page by page: whether its pages come again."""
 PAGE_SECONDS = 240.0
@@ -195,8 +196,6 @@ PAGE_SECONDS = 240.0
 SIGNED_FOR = timedelta(minutes=5)
 """How long a presigned URL is taken; each request has its own."""
 TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
-_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _UNSIGNED = ("unsigned_payload", "aws_unsigned_payload", "AWS_UNSIGNED_PAYLOAD")
 _SCHEMES = {"s3a": "s3", "gcs": "gs", "azure": "az"}
 _WEB_PAGE = "a web page in its place"
@@ -511,7 +510,7 @@ class ObstoreBucket:
                 # 409: another request changes the object at this moment
                 if tried == DELETE_TRIES or not (judge(error).temporary or status_of(error.__cause__) == 409):
                     raise
-                time.sleep(PAUSE * 2**tried)
+                time.sleep(PAUSE * 2 ** (tried - 1))
         raise AssertionError("the last try returns or raises")
 
     def _is_there(self, key: str) -> bool:
@@ -572,7 +571,7 @@ class ObstoreBucket:
             except StoreError as error:
                 if tried == TRIES or unless() or not (error.refused_once or (cut and is_cut(error))):
                     raise
-                time.sleep(PAUSE * 2**tried)
+                time.sleep(PAUSE * 2 ** (tried - 1))
         raise AssertionError("the last try returns or raises")
 
 

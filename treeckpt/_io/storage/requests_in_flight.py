@@ -235,8 +235,8 @@ HEDGED = 20
 """One of so many requests may be sent again for being slow."""
 RETRY_SECONDS = 180.0
 """Seconds after which a request that keeps failing is given up."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before the first retry, and at most before any."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+"""Seconds before the first retry, and before any, at most; at least it is half as many."""
 HEDGE_SECONDS = 0.05
 """Seconds between two looks at the requests in flight."""
 
@@ -529,7 +529,7 @@ class _Run:
             if failure.temporary and left and now - begin < RETRY_SECONDS:
                 tried = self._fetcher.tries - left
                 # drawn, so that requests that were refused together are not sent together again
-                return min(FIRST_PAUSE * 2**tried, LONGEST_PAUSE) * random.uniform(0.5, 1)
+                return min(FIRST_PAUSE * 2 ** (tried - 1), LONGEST_PAUSE) * random.uniform(0.5, 1)
             request.tries -= 1
             if not request.tries:
                 self._error = error
