@@ -18,7 +18,9 @@ from treeckpt.policy import (
     Steps,
     best_of,
     check_policies,
+    keep_text,
     kept,
+    parse_keep,
     unmeasured,
 )
 
@@ -50,6 +52,16 @@ INVALID = {
 def test_a_valid_policy_is_accepted_alone_and_beside_one_that_keeps_nothing(policy):
     check_policies([policy])
     check_policies([policy, Steps(())])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [*VALID, Steps(tuple(range(0, 2500, 2))), EveryPeriod(1234567), EveryPeriod(86400.125), EveryPeriod(1e22)],
+    ids=lambda policy: f"{policy}"[:40],
+)
+def test_a_policy_comes_back_whole_from_its_text(policy):
+    assert parse_keep(keep_text([policy])) == (policy,)
+    assert parse_keep(keep_text([policy, Last(2)])) == (policy, Last(2))
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def _policy(word: str) -> Policy:
             if seconds >= 0 and math.isfinite(seconds):
                 return EveryPeriod(seconds)
         if kind == "steps":
-            return Steps(tuple(_count(part, least=0) for part in rest.split(";")[:1000]))
+            return Steps(tuple(_count(part, least=0) for part in rest.split(";")))
         if kind == "best" and rest:
             return parse_best(rest)
     except ValueError as error:
@@ -319,5 +319,10 @@ def _policy_text(policy: Policy) -> str:
     if isinstance(policy, Steps):
         return "steps:" + ";".join(map(str, policy.steps))
     if isinstance(policy, EveryPeriod):
-        return f"period:{policy.seconds:g}"
+        return f"period:{_seconds_text(float(policy.seconds))}"
     return f"best:{policy.metric}:{policy.mode}:{policy.count}"
+
+
+def _seconds_text(seconds: float) -> str:
+    # every digit; no plus sign, which separates policies
+    return repr(seconds).removesuffix(".0").replace("+", "")

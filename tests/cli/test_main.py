@@ -649,3 +649,13 @@ def test_a_reader_that_goes_away_is_no_error(run):
         shell=True, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("before", [None, "", "0", "1"])
+def test_an_option_for_one_command_leaves_the_environment_as_it_was(tmp_path, monkeypatch, before):
+    tc.save(tmp_path / "step_00000001", {"n": 1}, step=1)
+    monkeypatch.delenv("TREECKPT_FOLLOW_LINKS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TREECKPT_FOLLOW_LINKS", before)
+    assert main(["show", str(tmp_path / "step_00000001"), "--follow-links"]) == 0
+    assert os.environ.get("TREECKPT_FOLLOW_LINKS") == before

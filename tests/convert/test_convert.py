@@ -21,6 +21,7 @@ from tests.helpers.background import files_open
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import small_tree
 from treeckpt._cli.main import main
+from treeckpt.convert import _format_fit
 
 convert, detect = tc.convert.convert, tc.convert.detect
 ROOT = Path(__file__).parent.parent.parent
@@ -265,3 +266,28 @@ def test_custom_metadata_that_a_format_does_not_hold_is_named(tmp_path: Path) ->
     ]
     tc.convert.convert(tmp_path / "c", tmp_path / "d")
     assert tc.inspect(tmp_path / "d").metadata == tc.inspect(tmp_path / "c").metadata
+
+
+@pytest.mark.parametrize("to", tc.convert.FORMATS)
+def test_the_progress_of_a_conversion_with_ties_ends_where_all_is_read(tmp_path: Path, to: str) -> None:
+    tied = torch.arange(50_000.0)
+    torch.save({"a": tied, "tie": tied, "view": tied[100:40_000], "other": torch.ones(9)}, tmp_path / "s.pt")
+    seen: list[tuple[int, int | None]] = []
+    convert(tmp_path / "s.pt", tmp_path / "out", to=to, lossy=True, on_read=lambda *numbers: seen.append(numbers))
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("to", tc.convert.FORMATS)
+def test_a_conversion_with_its_progress_takes_the_containers_that_it_takes_without(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_format_fit, "FREE_NBYTES", 100)  # as for more bytes than are checked here
+    array, table = np.arange(9.0), tc.KeyedTable(np.arange(10), {"rows": np.ones((10, 3))})
+    tree = {"point": Point(array, array), "table": table, "own": tc.PerRank({"a": array})}
+    tc.save(tmp_path / "source", tree)
+    seen: list[int] = []
+    first, second = (
+        convert(tmp_path / "source", tmp_path / name, to=to, on_read=on_read)
+        for name, on_read in (("first", None), ("second", lambda done, _: seen.append(done)))
+    )
+    assert seen and first.notes == second.notes and first.arrays == second.arrays

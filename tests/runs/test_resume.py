@@ -62,6 +62,41 @@ def test_a_first_run_refuses_what_its_first_save_would_refuse(tmp_path: Path) ->
     assert resume(model, optimizer, scheduler=False, loader=False, extra={"ema": model}) is None
 
 
+class Unsaveable:
+    """A value that a save refuses, with `allow_pickle` too."""
+
+    def __reduce__(self) -> str:
+        raise ValueError("there is no way to save it")
+
+
+class Reader:
+    """A loader whose state may not be asked for before it is read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("its workers would start")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_a_first_run_refuses_what_its_first_save_would_refuse_of_a_loader_in_the_same_words(
+    tmp_path: Path, *, allow_pickle: bool
+) -> None:
+    model, manager = torch.nn.Linear(2, 2), tc.Manager(tmp_path, background=False, allow_pickle=allow_pickle)
+    odd = Unsaveable()
+    for loader in (odd, {"epoch": 3, "odd": odd}, [1, (odd,)]):
+        with pytest.raises(tc.TreeError) as at_start:
+            manager.resume(model, loader=loader)
+        with pytest.raises(tc.TreeError) as at_save:
+            manager.save(1, tc.training.state(model, loader=loader))
+        assert f"{at_start.value}" == f"{at_save.value}".replace("/~rank*", "")
+    for loader in (Reader(), {"reader": Reader(), "epoch": 3, "seen": torch.ones(2)}, [Reader(), "name", {1: 2.0}]):
+        assert manager.resume(model, loader=loader) is None
+    if allow_pickle:
+        assert manager.resume(model, loader={"args": argparse.Namespace(lr=1)}) is None
+
+
 def damage(run: Path, step: int, at: int = -10) -> None:
     """Changes a byte of a step."""
     shard = max(shards_of(run / step_name(step)), key=lambda path: path.stat().st_size)

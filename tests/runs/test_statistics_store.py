@@ -1,8 +1,14 @@
 """Statistics are kept by save and place, within a limit; a damaged file is none."""
 
+import contextlib
+import resource
+import signal
+
 from tests.helpers.samples import write_checkpoint
 from treeckpt._inspect.numbers import Moments
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import DamagedPart, VerificationStore, found_part
 
 
 def test_what_is_kept_comes_back_and_a_damaged_file_is_none(tmp_path):
@@ -32,3 +38,29 @@ def test_the_oldest_files_go_beyond_the_limit(tmp_path):
     for name in "abc":
         assert store.record(f"/{name}", index, "print", 5, {0: Moments(1)})
     assert store.find("/c", index.save_id) is not None and store.find("/a", index.save_id) is None
+
+
+@contextlib.contextmanager
+def no_file_may_grow():
+    """Every write to a file fails, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_what_could_not_be_written_leaves_no_file_in_the_cache(tmp_path):
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    statistics, verifications = StatisticsStore(tmp_path / "cache"), VerificationStore(tmp_path / "cache")
+    folder = LocalStore(tmp_path / "step_00000001")
+    found = found_part(index.save_id, "", [DamagedPart("rank_00000.bin", "changed bytes")], by="a test")
+    with no_file_may_grow():
+        assert not statistics.record("/a", index, "print", 5, {0: Moments(1)})
+        [failed] = verifications.record(folder, found, beside=False)
+    assert "could not be written to the cache" in failed
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    assert statistics.record("/a", index, "print", 5, {0: Moments(1)}) and statistics.find("/a", index.save_id)
+    assert verifications.record(folder, found, beside=False) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treeckpt._arrays.table_columns import _ReorderedRows
+from treeckpt._arrays.torch import DeviceArray
 from treeckpt._io.storage.memory import PAGE_NBYTES
 from treeckpt._saving import staging as arena_module
 from treeckpt._saving.process_channel import ProcessChannel, WriterGone
-from treeckpt._saving.staging import Arena, ArenaPool, area_offsets, map_arena
+from treeckpt._saving.shard_files import RowGatherer
+from treeckpt._saving.staging import Arena, ArenaPool, HostCopyable, area_offsets, map_arena
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=20))
@@ -164,3 +168,12 @@ def test_silence_at_the_other_end_has_a_limit() -> None:
         left.send(bytes(50_000_000), timeout=0.05)
     for channel in (left, right):
         channel.close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind", "method"),
+    [(HostCopyable, DeviceArray, "copy_to"), (RowGatherer, _ReorderedRows, "gather")],
+    ids=["tensors", "tables"],
+)
+def test_arrays_name_their_arguments_as_the_protocols_of_a_save_do(protocol: type, kind: type, method: str) -> None:
+    assert [*signature(getattr(kind, method)).parameters] == [*signature(getattr(protocol, method)).parameters]

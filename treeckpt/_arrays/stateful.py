@@ -515,9 +515,6 @@ _MODULE = "torch.nn.modules.module.Module"
 SCALER = "torch.amp.grad_scaler.GradScaler"
 
 
-_log = logging.getLogger("treeckpt")
-
-
 # a whole tree ---------------------------------------------------------------------------------------------------------
 
 

@@ -56,9 +56,9 @@ class _ReorderedRows:
     def read(self, box: Box) -> np.ndarray:
         return self._array[self._order[box[0]]][(slice(None), *box[1:])]
 
-    def gather(self, rows: slice, target: np.ndarray) -> None:
+    def gather(self, rows: slice, out: np.ndarray) -> None:
         """Puts whole rows into memory, uint8[bytes of the rows]."""
-        wanted, made = self._order[rows], target.view(self._rows.dtype)
+        wanted, made = self._order[rows], out.view(self._rows.dtype)
         step = max(1, GATHER_NBYTES // self._rows.itemsize)
         parts = [slice(low, low + step) for low in range(0, len(wanted), step)]
         # by default numpy would buffer `out` to raise for numbers out of range, of which there are none
@@ -121,8 +121,8 @@ def column_source(
     if own:
         return ArraySource(msgspec.structs.replace(source.spec, shape=piece.region.shape), None, (piece,)), None
     spec = msgspec.structs.replace(source.spec, shape=(table.spec.buckets, *row))
-    held = Region((start, *(0 for _ in row)), (stop - start, *row))
-    return ArraySource(spec, BoxLayout(((rank, held),)), (piece,)), rows
+    owned = Region((start, *(0 for _ in row)), (stop - start, *row))
+    return ArraySource(spec, BoxLayout(((rank, owned),)), (piece,)), rows
 
 
 def _plain(source: ArraySource | None, array: Any, path: str) -> ArraySource:

@@ -187,13 +187,13 @@ class DeviceArray:
         """Returns a box as a view of the tensor."""
         return self.tensor[box]
 
-    def copy_to(self, box: Box, target: np.ndarray) -> Callable[[], None] | None:
+    def copy_to(self, box: Box, out: np.ndarray) -> Callable[[], None] | None:
         """Copies a box to host memory; returns a function that waits for the end, None if the copy is complete."""
         part = self.tensor[box]
-        out = torch.from_numpy(target).view(part.dtype).view(part.shape)
+        target = torch.from_numpy(out).view(part.dtype).view(part.shape)
         if part.is_cuda:
-            return start_copy_to_host(part, out)
-        out.copy_(part)
+            return start_copy_to_host(part, target)
+        target.copy_(part)
         return None
 
     def write(self, box: Box, data: np.ndarray) -> None:

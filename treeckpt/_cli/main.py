@@ -181,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if before is None:
             os.environ.pop(FOLLOW_LINKS, None)
+        else:
+            os.environ[FOLLOW_LINKS] = before
 
 
 def new_parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import tempfile
@@ -70,6 +71,24 @@ def place_of(url: str) -> str:
     return url if is_url(url) else os.path.realpath(local_path(url))
 
 
+def replace_file(path: Path, parts: Iterable[bytes]) -> None:
+    """Writes a file of the cache; readers, of other processes too, see the old one or the whole new one.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
 class _ColumnFiles(Generic[C]):
     """Files of columns of numbers in a directory.
 
@@ -100,15 +119,11 @@ class _ColumnFiles(Generic[C]):
     def write(self, key: str, head: C, columns: Mapping[str, Sequence[float] | np.ndarray]) -> bool:
         """Writes a file; returns whether it could be written."""
         line = msgspec.json.encode(head)
+        # The line is filled up, so that the columns of 8-byte numbers are aligned where the file is mapped.
+        start = line + b" " * (-(len(line) + 1) % 8) + b"\n"
+        parts = (np.asarray(columns[name], kind).tobytes() for name, kind in self._kinds.items())
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
-                # The line is filled up, so that the columns of 8-byte numbers are aligned where the file is mapped.
-                file.write(line + b" " * (-(len(line) + 1) % 8) + b"\n")
-                for name, kind in self._kinds.items():
-                    file.write(np.asarray(columns[name], kind).tobytes())
-            # Readers, of other processes too, see the old file or the whole new one.
-            Path(file.name).replace(self.directory / f"{key}.columns")
+            replace_file(self.directory / f"{key}.columns", itertools.chain([start], parts))
         except OSError:
             return False
         with contextlib.suppress(OSError):  # another program deletes there, too

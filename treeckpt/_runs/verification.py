@@ -17,7 +17,6 @@ import hashlib
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from .._loading.run_load import on_one_version
 from .._loading.verify import LeafMoments, verify_checkpoint
 from ..errors import TreeckptError, visible
 from ..reports import Problem, VerifyReport
-from .statistics_store import StatisticsStore, cache_key
+from .statistics_store import StatisticsStore, cache_key, replace_file
 
 MAX_PROBLEMS = 100
 """Problems that are kept of one verification."""
@@ -297,10 +296,7 @@ class VerificationStore:
             failed.append(f"the result could not be written to the cache: {NO_CACHE}")
             return failed
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
-                file.write(msgspec.json.encode(verification))
-            Path(file.name).replace(self.directory / _file_name(folder, save_id))
+            replace_file(self.directory / _file_name(folder, save_id), [msgspec.json.encode(verification)])
         except OSError as error:
             failed.append(f"the result could not be written to the cache: {error}")
         return failed

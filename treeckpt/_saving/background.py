@@ -154,10 +154,9 @@ class _BackgroundSave:
         plan, agreed = self._plan, self._agreed
         self._is_staged = True
         try:
-            if self._error is None:
-                with agreed.recorder.span("stage", plan.own.nbytes):
-                    self._lease = self._session.pool.lease(_arena_nbytes(plan), cuda_pinning())
-                    stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
+            with agreed.recorder.span("stage", plan.own.nbytes):
+                self._lease = self._session.pool.lease(_arena_nbytes(plan), cuda_pinning())
+                stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
         except Exception as error:
             self._error = wrap_write_error(error, agreed.store.url)
         # else the tree's memory would be held until the save has ended

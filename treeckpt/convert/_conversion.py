@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -34,6 +35,7 @@ from ._format_fit import (
     fit_torch,
     fit_treeckpt,
     own_nbytes,
+    read_nbytes,
     refuse_losses,
 )
 from ._output import Output, check_free, run_output
@@ -172,7 +174,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         check_source(chosen)
         chosen = _transformed(chosen, options)
         if comm.size == 1 and not dry_run:
-            counted.expect(lambda: own_nbytes(chosen))
+            counted.expect(partial(read_nbytes, chosen, options.to))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype) if options.dtype is not None else chosen

@@ -21,6 +21,7 @@ from .._core.planning.rank_trees import LeafSpec
 from .._core.sharding.region import is_c_order
 from .._core.text import count_text
 from .._core.tree.dict_attributes import DictAttributes, encode_attributes
+from .._core.tree.flatten import flatten
 from .._core.tree.spec import StridedView
 from .._core.tree.structure import (
     TABLE_KEYS,
@@ -249,9 +250,11 @@ class Tie(msgspec.Struct, frozen=True):
 def _ties_of(contents: Contents) -> dict[str, Tie]:
     """Returns by path the leaves that share an array with another leaf, as a save finds them."""
     arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, LazyArray) else None)
+    # where a container was replaced by a plain one, the tree's own paths are not those of the leaves
+    paths: dict[str, str] = dict(flatten(tree_of(map_leaves(contents, lambda path, _: path)), rank=0)[1])
     described: Any = describe_tree(tree_of(arrays), rank=0)
     specs: list[LeafSpec] = [spec for spec in described.inventory.leaves if isinstance(spec, LeafSpec)]
-    return {spec.path: Tie(spec.alias_of, spec.view) for spec in specs if spec.alias_of is not None}
+    return {paths[spec.path]: Tie(paths[spec.alias_of], spec.view) for spec in specs if spec.alias_of is not None}
 
 
 def fit_treeckpt(contents: Contents) -> FittedContents:
@@ -409,10 +412,17 @@ def check_growth(source: Contents, nbytes: int) -> None:
         )
 
 
-def own_nbytes(contents: Contents) -> int:
-    """Returns the bytes of the arrays, without ties and views of others."""
+def read_nbytes(contents: Contents, to: str) -> int:
+    """Returns the bytes of the arrays that a conversion reads: DCP has ties by themselves, safetensors views."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
-    total = sum(sizes.values())
+    ties = _ties_of(lower_containers(contents, _CONTAINERS)) if to != "dcp" else {}
+    left = [path for path, tie in ties.items() if to != "safetensors" or tie.view is None]
+    return sum(sizes.values()) - sum(sizes[path] for path in left)
+
+
+def own_nbytes(contents: Contents) -> int:
+    """Returns the bytes of the arrays, beyond `FREE_NBYTES` without ties and views of others."""
+    total = sum(leaf.nbytes for _, leaf in contents.leaves if isinstance(leaf, LazyArray))
     # to find ties the whole tree is described, which is left out below the limit of `check_growth`
     # to find ties the whole tree is described: up to the limit of `check_growth` nothing depends on them
-    return total - sum(sizes[path] for path in _ties_of(contents)) if total > FREE_NBYTES else total
+    return read_nbytes(contents, "treeckpt") if total > FREE_NBYTES else total

@@ -139,7 +139,12 @@ def check_objects(
         check_loader(loader, rank, allow_pickle=True, namespace=namespace)
     if extra is not None and extra is not False:
         tree["extra"] = extra
-    for path, leaf in flatten(state_tree(tree, rank=rank, namespace=namespace), rank=rank, namespace=namespace)[1]:
+    leaves = flatten(state_tree(tree, rank=rank, namespace=namespace), rank=rank, namespace=namespace)[1]
+    if loader is not None and loader is not False:
+        # only what stands beside objects: the state of a loader starts its workers, and draws from its generator
+        beside = flatten({"loader": loader}, rank=rank, namespace=namespace)[1]
+        leaves = [*leaves, *((path, leaf) for path, leaf in beside if not holds_stateful(leaf, namespace))]
+    for path, leaf in leaves:
         if leaf is not ... and abstract_of(leaf, path, rank) is None:
             encode(leaf, path, allow_pickle=allow_pickle)
 
