@@ -256,6 +256,8 @@ class Load:
             self.claims.take(leaf.path, leaf)
             wanted[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
         self.run_now(batch)
+        # a batch holds all that it has filled: without it each blob's bytes are freed before the next one is copied
+        del batch
         while wanted:
             number, (leaf, memory) = wanted.popitem()
             assert leaf.stored is not None, "blobs are stored"
