@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt import rules as R
+from treeckpt._io.storage.store import FETCH_MEMORY, StoreTraits
+from treeckpt._loading.match import MEMORY
+from treeckpt._loading.read_batch import BatchOptions, ReadBatch
 
 
 def store_of(tree: Any) -> tc.MemoryStore:
@@ -203,3 +206,27 @@ def test_a_source_that_cannot_be_read_is_named_and_no_other(method: str, text: b
         else:
             tc.load(tc.Bank(stores), like=like if "like" in method else None)
     assert str(caught.value).startswith(f"memory://source{broken}"), str(caught.value)
+
+
+def test_each_source_is_read_with_the_memory_of_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Far(tc.MemoryStore):
+        @property
+        def traits(self) -> StoreTraits:
+            return StoreTraits(far=True)
+
+    memory: dict[str, list[int]] = {}
+
+    def note(batch: ReadBatch, options: BatchOptions) -> None:
+        memory.setdefault(batch.checkpoint.url, []).append(options.memory)
+
+    monkeypatch.setattr(ReadBatch, "prepare", note)
+    monkeypatch.setattr(ReadBatch, "put", note)
+    stores = [tc.MemoryStore("near"), Far("far"), tc.MemoryStore("last")]
+    for number, store in enumerate(stores):
+        tc.save(store, {f"w{number}": full(number)})
+    usual = dict(zip(("memory://near", "memory://far", "memory://last"), (MEMORY, FETCH_MEMORY, MEMORY), strict=True))
+    for given, expected in ((None, usual), (1 << 20, dict.fromkeys(usual, 1 << 20))):
+        tree = {f"w{number}": full(-1) for number in range(3)}
+        tc.load_into(tc.Bank(stores), tree, read=tc.ReadOptions(memory=given))
+        assert memory == {url: [nbytes, nbytes] for url, nbytes in expected.items()}
+        memory.clear()

@@ -420,14 +420,13 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             new = _prepare_into(matched[-1], new)
         check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
     # shards of several checkpoints are opened before the first one fills anything
-    reading = BatchOptions(
-        jobs[0].memory, options.read.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
-    )
+    ahead, verify = relay is None and len(jobs) == 1, options.read.verify
+    readings = [BatchOptions(job.memory, verify, in_place=True, ahead=ahead, relay=relay) for job in jobs]
     batches = [job.batch for job in jobs]
-    for batch in batches:
+    for batch, reading in zip(batches, readings, strict=True):
         with read_errors_wrapped(batch.checkpoint.url):
             batch.prepare(reading)
-    for batch in batches:
+    for batch, reading in zip(batches, readings, strict=True):
         try:
             batch.put(reading)
         except OSError as error:
