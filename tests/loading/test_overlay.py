@@ -225,8 +225,8 @@ def test_each_source_is_read_with_the_memory_of_its_own_store(monkeypatch: pytes
     for number, store in enumerate(stores):
         tc.save(store, {f"w{number}": full(number)})
     usual = dict(zip(("memory://near", "memory://far", "memory://last"), (MEMORY, FETCH_MEMORY, MEMORY), strict=True))
-    for given, expected in ((None, usual), (1 << 20, dict.fromkeys(usual, 1 << 20))):
+    for nbytes_given, expected in ((None, usual), (1 << 20, dict.fromkeys(usual, 1 << 20))):
         tree = {f"w{number}": full(-1) for number in range(3)}
-        tc.load_into(tc.Bank(stores), tree, read=tc.ReadOptions(memory=given))
+        tc.load_into(tc.Bank(stores), tree, read=tc.ReadOptions(memory=nbytes_given))
         assert memory == {url: [nbytes, nbytes] for url, nbytes in expected.items()}
         memory.clear()
