@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,3 +210,18 @@ def test_what_is_no_glob_is_refused_by_name(tmp_path: Path, what: str, given: An
     for call in calls:
         with pytest.raises(tc.MismatchError, match=f"^{what}: expected globs"):
             call()
+
+
+def test_values_in_shards_are_copied_one_by_one_and_each_frees_its_bytes(tmp_path: Path) -> None:
+    count, nbytes = 16, 2 << 20
+    tc.save(tmp_path / "c", {f"{number}": bytes([number]) * nbytes for number in range(count)})
+    for load in (tc.load, lambda path: tc.load(path, like={f"{number}": b"" for number in range(count)})):
+        load(tmp_path / "c")
+        tracemalloc.start()
+        try:
+            found = load(tmp_path / "c")
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert [found[f"{number}"][-1] for number in range(count)] == list(range(count))
+        assert peak < 1.4 * count * nbytes, peak

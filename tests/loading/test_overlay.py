@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from treeckpt import rules as R
+from treeckpt._io.storage.store import FETCH_MEMORY, StoreTraits
+from treeckpt._loading.match import MEMORY
+from treeckpt._loading.read_batch import BatchOptions, ReadBatch
 
 
 def store_of(tree: Any) -> tc.MemoryStore:
@@ -179,3 +183,50 @@ def test_values_and_fills_come_from_the_checkpoint_that_gives_them() -> None:
     mine: dict[str, Any] = {"n": 0, "w": full(0), "bias": full(0, 3)}
     tc.load_into(bank, mine)
     assert mine["n"] == 2 and mine["bias"].tolist() == [9, 9, 9] and mine["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("text", [False, True], ids=["arrays", "values in shards"])
+@pytest.mark.parametrize("method", ["load", "load like", "load_into"])
+def test_a_source_that_cannot_be_read_is_named_and_no_other(method: str, text: bool, broken: int) -> None:
+    class Failing(tc.MemoryStore):
+        def fail(self, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.EIO, "injected")
+
+    value: Any = "text" * (1 << 20) if text else full(1, 1 << 16)
+    stores = [Failing(f"source{number}") for number in range(2)]
+    for number, store in enumerate(stores):
+        tc.save(store, {f"w{number}": value, "list": []})
+    failing: Any = stores[broken]
+    failing.read_into = failing.read_parts = failing.mapped = failing.fail
+    like: dict[str, Any] = {f"w{number}": "" if text else full(0, 1 << 16) for number in range(2)} | {"list": []}
+    with pytest.raises(tc.StoreError, match="injected") as caught:
+        if method == "load_into":
+            tc.load_into(tc.Bank(stores), like)
+        else:
+            tc.load(tc.Bank(stores), like=like if "like" in method else None)
+    assert str(caught.value).startswith(f"memory://source{broken}"), str(caught.value)
+
+
+def test_each_source_is_read_with_the_memory_of_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Far(tc.MemoryStore):
+        @property
+        def traits(self) -> StoreTraits:
+            return StoreTraits(far=True)
+
+    memory: dict[str, list[int]] = {}
+
+    def note(batch: ReadBatch, options: BatchOptions) -> None:
+        memory.setdefault(batch.checkpoint.url, []).append(options.memory)
+
+    monkeypatch.setattr(ReadBatch, "prepare", note)
+    monkeypatch.setattr(ReadBatch, "put", note)
+    stores = [tc.MemoryStore("near"), Far("far"), tc.MemoryStore("last")]
+    for number, store in enumerate(stores):
+        tc.save(store, {f"w{number}": full(number)})
+    usual = dict(zip(("memory://near", "memory://far", "memory://last"), (MEMORY, FETCH_MEMORY, MEMORY), strict=True))
+    for nbytes_given, expected in ((None, usual), (1 << 20, dict.fromkeys(usual, 1 << 20))):
+        tree = {f"w{number}": full(-1) for number in range(3)}
+        tc.load_into(tc.Bank(stores), tree, read=tc.ReadOptions(memory=nbytes_given))
+        assert memory == {url: [nbytes, nbytes] for url, nbytes in expected.items()}
+        memory.clear()

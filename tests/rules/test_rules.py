@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import treeckpt as tc
 from treeckpt import rules as R
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt.errors import FormatError, MismatchError, TreeckptError
@@ -338,3 +339,18 @@ def test_the_inverse_of_a_rule_for_all_layers_is_a_rule_for_each_of_them() -> No
     back = R.inverse(rules, leaves)
     there = run(leaves, rules)
     assert shapes(apply_rules(there.items, back)) == {path: s and s.shape for path, s in leaves.items()}
+
+
+@pytest.mark.parametrize("path", ["param_groups/lr", "param_groups/order", "param_groups/members"])
+def test_what_lies_right_below_param_groups_is_no_membership_and_stays(path: str) -> None:
+    leaves = training({"a": (4, 2)}) | {path: None}
+    found = shapes(run(leaves, R.carried(R.Rename("model/a", "model/b"))))
+    assert found[path] is None and found["model/b"] == found["optimizer/b/exp_avg"] == (4, 2)
+
+
+@pytest.mark.parametrize("groups", [{"order": []}, {"lr": 1}])
+def test_param_groups_without_members_are_loaded_by_carried_rules(groups: dict[str, object]) -> None:
+    store = tc.MemoryStore()
+    tc.save(store, {"model": {"w": np.arange(2)}, "param_groups": groups})
+    found = tc.load(store, transforms=[R.carried(R.Rename("model/w", "model/v"))])
+    assert found["model"]["v"].tolist() == [0, 1] and found["param_groups"] == groups

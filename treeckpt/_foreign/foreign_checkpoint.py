@@ -22,6 +22,7 @@ import xxhash
 from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
 from .._arrays.registry import encode, resolve
+from .._core.format.check_index import FREE_VIEW_NBYTES, VIEW_TIMES
 from .._core.format.records import (
     ArrayRecord,
     BoxChunks,
@@ -230,12 +231,6 @@ REFUSED = "refused"
 """The kind of a stored value that could not be read: an error where it is asked for."""
 
 
-FREE_NBYTES = 64 << 20
-"""Bytes that arrays may take beyond those of all files, whatever these are: views show bytes repeatedly."""
-REPEATED_TIMES = 16
-"""Times the bytes of all files that arrays may take beyond `FREE_NBYTES`."""
-
-
 class ForeignIndex(Index, frozen=True, dict=True):
     """The index of files that another program wrote."""
 
@@ -276,7 +271,7 @@ def computed_name(rank: int) -> str:
 
 def most_nbytes(nbytes: int) -> int:
     """Returns the bytes that the arrays in files of so many bytes may take."""
-    return nbytes + FREE_NBYTES + REPEATED_TIMES * nbytes
+    return nbytes + FREE_VIEW_NBYTES + VIEW_TIMES * nbytes
 
 
 def _computed_rank(files: int, number: int, part: int) -> int:

@@ -70,6 +70,15 @@ def wrap_read_error(error: OSError, path: str, *, kind: type[CheckpointError] = 
     )
 
 
+@contextlib.contextmanager
+def read_errors_wrapped(url: str) -> Iterator[None]:
+    """Raises an OSError of the body, a read, as `wrap_read_error` says."""
+    try:
+        yield
+    except OSError as error:
+        raise wrap_read_error(error, url) from error
+
+
 def wrap_write_error(error: Exception, url: str, *, expected: str = "files that can be written") -> Exception:
     """Returns a `CheckpointError` for an OSError of a write; any other error unchanged."""
     if not isinstance(error, OSError):

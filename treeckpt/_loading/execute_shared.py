@@ -208,7 +208,7 @@ class SharedRead:
                 if len(members) > 1:
                     fault = _SharedList(self, run, members, memory // 2, fault).run(reads)
                 elif fault is None:
-                    _execute(run, reads, memory)
+                    execute_alone(run, reads, memory)
                 nbytes += sum(read.nbytes for read in self.owned(reads, members))
             except Exception as error:
                 # the first failure is the cause of those that follow
@@ -218,7 +218,7 @@ class SharedRead:
         return nbytes
 
 
-def _execute(run: ReadRun, reads: Sequence[Read], memory: int) -> None:
+def execute_alone(run: ReadRun, reads: Sequence[Read], memory: int) -> None:
     """Carries out reads of this rank alone."""
     execute = execute_remote if run.checkpoint.store.traits.far else execute_local
     execute(run, reads, memory=memory)
@@ -366,7 +366,7 @@ class _SharedList:
         try:
             if self.fault is None:
                 # what a relay has written is noted when it puts it in place
-                _execute(msgspec.structs.replace(self.local, written=[]), own, self._memory)
+                execute_alone(msgspec.structs.replace(self.local, written=[]), own, self._memory)
         except Exception as error:
             self.fault = self.fault or error
         # the other members wait for so many bytes, whatever these are

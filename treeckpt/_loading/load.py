@@ -40,7 +40,7 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, index_path
 from .._core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
 from .._io.comm.comm import Comm
-from .._io.os_errors import wrap_read_error
+from .._io.os_errors import read_errors_wrapped, wrap_read_error
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError, TreeckptError
 from ..reports import LoadReport
@@ -384,14 +384,15 @@ def _slot(
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
     relay = open_relay(comm, [checkpoint], options.read.once) if comm.size > 1 else None
-    with together(relay):
-        job = Load(checkpoint, comm, options)
-        if options.ids is not None:
-            check_tables(job, options.ids)
-        matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
     read = options.read
-    # ranks that share reads plan the same ranges, so each has to know the shards' own blocks before
-    job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
+    with read_errors_wrapped(checkpoint.url):
+        with together(relay):
+            job = Load(checkpoint, comm, options)
+            if options.ids is not None:
+                check_tables(job, options.ids)
+            matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
+        # ranks that share reads plan the same ranges, so each has to know the shards' own blocks before
+        job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
     tree = matched.build()
     if isinstance(matched, _MatchedTree):
         _update_metadata(tree, job, matched)
@@ -414,18 +415,19 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     with together(relay):
         new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
-            jobs.append(Load(checkpoint, comm, own))
-            matched.append(_match(jobs[-1], new, in_place=True))
+            with read_errors_wrapped(checkpoint.url):
+                jobs.append(Load(checkpoint, comm, own))
+                matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
         check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
     # shards of several checkpoints are opened before the first one fills anything
-    reading = BatchOptions(
-        jobs[0].memory, options.read.verify, in_place=True, ahead=relay is None and len(jobs) == 1, relay=relay
-    )
+    ahead, verify = relay is None and len(jobs) == 1, options.read.verify
+    readings = [BatchOptions(job.memory, verify, in_place=True, ahead=ahead, relay=relay) for job in jobs]
     batches = [job.batch for job in jobs]
-    for batch in batches:
-        batch.prepare(reading)
-    for batch in batches:
+    for batch, reading in zip(batches, readings, strict=True):
+        with read_errors_wrapped(batch.checkpoint.url):
+            batch.prepare(reading)
+    for batch, reading in zip(batches, readings, strict=True):
         try:
             batch.put(reading)
         except OSError as error:

@@ -17,7 +17,7 @@ import numpy as np
 from .._arrays.base import ArrayTarget
 from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
 from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
-from .._core.format.check_index import FREE_CHUNKS, check_claims
+from .._core.format.check_index import FREE_CHUNKS, FREE_VIEW_NBYTES, VIEW_TIMES, check_claims
 from .._core.format.records import (
     AliasRecord,
     ArrayRecord,
@@ -256,6 +256,8 @@ class Load:
             self.claims.take(leaf.path, leaf)
             wanted[leaf.number] = leaf, batch.add_region(leaf.as_array, Region.whole(leaf.stored.shape))
         self.run_now(batch)
+        # a batch holds all that it has filled: without it each blob's bytes are freed before the next one is copied
+        del batch
         while wanted:
             number, (leaf, memory) = wanted.popitem()
             assert leaf.stored is not None, "blobs are stored"
@@ -385,12 +387,6 @@ class Load:
         )
 
 
-VIEWS = 64 << 20
-"""Bytes that views may take as arrays of their own, whatever files there are."""
-TIMES = 16
-"""Times the bytes of all files that views may take beyond `VIEWS`."""
-
-
 class Claims:
     """The bytes and chunks that one load needs, by the index; those of a saved array count once.
 
@@ -464,7 +460,9 @@ class Claims:
             MismatchError: it takes far more than all the shards that are there.
         """
         self._views += math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
-        most = VIEWS + TIMES * sum(self._checkpoint.sizes.values()) if self._views > VIEWS else VIEWS
+        if self._views <= FREE_VIEW_NBYTES:  # the files are not listed for so few
+            return
+        most = FREE_VIEW_NBYTES + VIEW_TIMES * sum(self._checkpoint.sizes.values())
         if self._views > most:
             raise MismatchError(
                 f"{path}: {self._checkpoint.url}",

@@ -33,9 +33,8 @@ from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of
 from ..rules._view import ComposedLeaf
-from .execute_local import READERS, ReadRun, execute_local
-from .execute_remote import execute_remote
-from .execute_shared import SharedRead
+from .execute_local import READERS, ReadRun
+from .execute_shared import SharedRead, execute_alone
 from .options import Verify
 from .plan import (
     ContiguousMemory,
@@ -359,16 +358,11 @@ class ReadBatch:
                 self.read_nbytes += relay.run(self._run, self._work, memory=options.memory)
             else:
                 for _, reads in self._work:
-                    self._execute(reads, options.memory)
+                    execute_alone(self._run, reads, options.memory)
                     self.read_nbytes += sum(read.nbytes for read in reads)
             after, self.after = self.after, []  # what they hold is freed with them
             for act in after:
                 act()
-
-    def _execute(self, reads: Sequence[Read], memory: int) -> None:
-        """Carries out reads of this rank alone."""
-        execute = execute_remote if self._far else execute_local
-        execute(self._run, reads, memory=memory)
 
     def changed(self) -> list[str]:
         """Returns the paths of targets that may hold some of what was read, after a failure.
@@ -407,7 +401,7 @@ class ReadBatch:
                 mine = relay.owned(reads, members) if relay is not None else reads
                 # without destinations: the bytes are compared in a buffer, and no target is written
                 checks = [Read(read.file, read.start, read.stop, shared=read.shared or stays) for read in mine]
-                self._execute(checks, options.memory)
+                execute_alone(self._run, checks, options.memory)
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from .._arrays.base import LazyArray
 from .._arrays.describe import describe_tree
 from .._arrays.registry import encodable, resolve
-from .._core.format.check_index import check_claims
+from .._core.format.check_index import FREE_VIEW_NBYTES, VIEW_TIMES, check_claims
 from .._core.planning.rank_trees import LeafSpec
 from .._core.sharding.region import is_c_order
 from .._core.text import count_text
@@ -43,7 +43,6 @@ from .._core.tree.structure import (
     child_path,
     keys_of,
 )
-from .._foreign.foreign_checkpoint import FREE_NBYTES, REPEATED_TIMES
 from .._foreign.pickle_reader import brief
 from .._foreign.safetensors_read import TAGS
 from ..errors import FormatError, TreeError
@@ -395,18 +394,18 @@ def check_growth(source: Contents, nbytes: int) -> None:
     Raises:
         FormatError: naming the leaf with the most bytes.
     """
-    if nbytes <= FREE_NBYTES:
+    if nbytes <= FREE_VIEW_NBYTES:
         return
     arrays = [(path, leaf) for path, leaf in source.leaves if isinstance(leaf, LazyArray)]
     values = [leaf.getbuffer() if isinstance(leaf, io.BytesIO) else leaf for _, leaf in source.leaves]
     held = _stored_nbytes(arrays) + sum(
         len(value) for value in values if isinstance(value, (bytes, bytearray, str, memoryview))
     )
-    if arrays and nbytes > FREE_NBYTES + REPEATED_TIMES * held:
+    if arrays and nbytes > FREE_VIEW_NBYTES + VIEW_TIMES * held:
         path, largest = max(arrays, key=lambda pair: pair[1].nbytes)
         raise FormatError(
             f"{path}: {source.label}",
-            expected=f"at most {FREE_NBYTES + REPEATED_TIMES * held} bytes to write of arrays that take {held}",
+            expected=f"at most {FREE_VIEW_NBYTES + VIEW_TIMES * held} bytes to write of arrays that take {held}",
             found=f"{nbytes} bytes, of which {largest.nbytes} are a view that shows the same bytes over and over",
             hint=f"Leave it out (exclude={path!r}, --exclude {path!r}), or save a copy of it in the place of the view",
         )
@@ -421,8 +420,7 @@ def read_nbytes(contents: Contents, to: str) -> int:
 
 
 def own_nbytes(contents: Contents) -> int:
-    """Returns the bytes of the arrays, beyond `FREE_NBYTES` without ties and views of others."""
+    """Returns the bytes of the arrays, beyond `FREE_VIEW_NBYTES` without ties and views of others."""
     total = sum(leaf.nbytes for _, leaf in contents.leaves if isinstance(leaf, LazyArray))
-    # to find ties the whole tree is described, which is left out below the limit of `check_growth`
     # to find ties the whole tree is described: up to the limit of `check_growth` nothing depends on them
-    return read_nbytes(contents, "treeckpt") if total > FREE_NBYTES else total
+    return read_nbytes(contents, "treeckpt") if total > FREE_VIEW_NBYTES else total

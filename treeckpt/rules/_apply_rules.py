@@ -455,7 +455,7 @@ def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
         placed = None
         if path.startswith(OPTIMIZER):
             placed = _moment(path.removeprefix(OPTIMIZER).split("/"), states)
-        elif path.startswith(GROUPS) and path.split("/")[-3] == "members":
+        elif path.startswith(GROUPS) and path.split("/")[-3:-2] == ["members"]:
             before, _, name = path.rpartition("/")
             placed = (StatePath(f"{before}/", "", True), quoted[name]) if name in quoted else None
         if placed is not None:

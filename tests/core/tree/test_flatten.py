@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import os
 import time
+import typing
 
 import msgspec
 import optree
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import treeckpt as tc
 from tests.helpers.strategies import Branch, Color, Frozen, Registered, Weight, keys, resolve, same, trees, values
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.tree.containers import PerRank
 from treeckpt._core.tree.flatten import child_of_rank, flatten, replace_leaves, unflatten, update_in_place
+from treeckpt._core.tree.leaf_differences import SequenceReplacement
 from treeckpt._core.tree.structure import (
     MAX_DEPTH,
     CustomNode,
@@ -25,6 +28,7 @@ from treeckpt._core.tree.structure import (
     PerRankNode,
     StructSequenceNode,
     Structure,
+    TupleNode,
 )
 from treeckpt.errors import FormatError, MismatchError, TreeError
 
@@ -249,3 +253,35 @@ def test_graft_puts_leaves_into_containers_that_can_change_and_names_the_others(
     assert [path for path, _ in after] == [path for path, _ in wanted]
     for (path, leaf), (_, mark) in zip(after, wanted, strict=True):
         assert leaf == mark or stuck.get(path) == mark or path == ""
+
+
+class Made(typing.NamedTuple):
+    x: object
+    y: object
+
+
+class MadeOtherwise(Made):
+    """A namedtuple whose `_make` and `__new__` are those of its author."""
+
+    def __new__(cls, both):
+        return super().__new__(cls, both, both)
+
+    @classmethod
+    def _make(cls, iterable):
+        raise AssertionError("a container is rebuilt from its children alone")
+
+
+def test_a_namedtuple_with_a_make_of_its_own_is_rebuilt_from_its_children():
+    tree = {"a": MadeOtherwise(1)}
+    found = replace_leaves(tree, iter([2, 3]))["a"]
+    assert type(found) is MadeOtherwise and tuple(found) == (2, 3)
+    store = tc.MemoryStore()
+    tc.save(store, {"a": MadeOtherwise(5), "b": [1]})
+    for saved in (tc.load(store), tc.load(store, like={"a": MadeOtherwise(0), "b": [1]})):
+        assert type(saved["a"]) is MadeOtherwise and tuple(saved["a"]) == (5, 5)
+
+
+def test_a_sequence_that_takes_the_saved_content_whole_makes_its_namedtuple_from_the_children():
+    sequence = SequenceReplacement("a", MadeOtherwise(1), TupleNode((None, None)))
+    found = sequence.content(iter([7, 8]), resolve=resolve)
+    assert type(found) is MadeOtherwise and tuple(found) == (7, 8)

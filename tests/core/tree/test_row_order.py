@@ -115,3 +115,17 @@ def test_owners_share_all_buckets_evenly(world, buckets):
     assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
     sizes = [stop - start for start, stop in shares]
     assert max(sizes) - min(sizes) <= 1 and sorted(sizes, reverse=True) == sizes
+
+
+@pytest.mark.parametrize("group", [2, 30, 3000])
+def test_of_ids_that_are_alike_in_all_bits_but_the_last_only_these_are_sorted_again(group, monkeypatch):
+    random, sizes = np.random.default_rng(group), list[int]()
+    alone = random.integers(1 << 62, 1 << 63, 3000).astype(np.uint64)
+    alike = np.repeat(alone[: 3000 // group] ^ np.uint64(1 << 61), group) & ~np.uint64(4095)
+    ids = random.permutation(np.concatenate([alone, alike + np.arange(3000, dtype=np.uint64), [(1 << 64) - 1]]))
+    ids = ids.astype(np.uint64)
+    argsort = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda keys, **options: sizes.append(len(keys)) or argsort(keys, **options))
+    found = sort_rows(ids.view(np.int64), TableSpec("u64_mod", 1, 1))
+    assert found.order is not None and found.order.tolist() == np.lexsort((ids,)).tolist()
+    assert sum(sizes) <= 3001

@@ -42,6 +42,10 @@ MIN_ENTRY_NBYTES = 48
 """The least bytes that a chunk takes in the header of its shard."""
 FREE_CHUNKS = 1 << 15
 """Chunks that may be built whatever files exist."""
+FREE_VIEW_NBYTES = 64 << 20
+"""Bytes that views, which show bytes repeatedly, may take as arrays of their own, whatever files exist."""
+VIEW_TIMES = 16
+"""Times the bytes of all files that such views may take beyond `FREE_VIEW_NBYTES`."""
 FREE_FILES = 1 << 10
 """Files that may be listed whatever files exist."""
 MAX_UNSEEN = 1 << 17

@@ -437,7 +437,8 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
     if entry is not None:
         return entry.unflatten_func(entry.flatten_func(node)[1], tuple(children))
     if isinstance(node, tuple):
-        return kind._make(children) if optree.is_namedtuple(node) else new_struct_sequence(kind, children)
+        # a subclass of a namedtuple may override `_make`
+        return tuple.__new__(kind, children) if optree.is_namedtuple(node) else new_struct_sequence(kind, children)
     if mapping_base(kind) is not None and (mapping := mapping_state(node, "")) is not None:
         return new_mapping(kind, mapping[1], keys, children)
     return new_instance(kind, [str(key) for key in keys], children)

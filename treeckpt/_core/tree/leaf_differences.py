@@ -196,7 +196,8 @@ class SequenceReplacement(msgspec.Struct, frozen=True):
                 )
             return collections.deque(content, self.here.maxlen)
         kind = type(self.here)
-        return kind._make(content) if hasattr(kind, "_make") else kind(content)
+        # a subclass of a namedtuple may override `_make`
+        return tuple.__new__(kind, content) if hasattr(kind, "_fields") else kind(content)
 
 
 def differing_sequences(
