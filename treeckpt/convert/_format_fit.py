@@ -250,7 +250,7 @@ def _ties_of(contents: Contents) -> dict[str, Tie]:
     """Returns by path the leaves that share an array with another leaf, as a save finds them."""
     arrays = map_leaves(contents, lambda _, leaf: leaf if isinstance(leaf, LazyArray) else None)
     # where a container was replaced by a plain one, the tree's own paths are not those of the leaves
-    paths: dict[str, str] = dict(flatten(tree_of(map_leaves(contents, lambda path, _: path)), rank=0)[1])
+    paths: dict[str, Any] = dict(flatten(tree_of(map_leaves(contents, lambda path, _: path)), rank=0)[1])
     described: Any = describe_tree(tree_of(arrays), rank=0)
     specs: list[LeafSpec] = [spec for spec in described.inventory.leaves if isinstance(spec, LeafSpec)]
     return {paths[spec.path]: Tie(paths[spec.alias_of], spec.view) for spec in specs if spec.alias_of is not None}
