@@ -89,6 +89,13 @@ class GatedServer(S3Server):
             found.append(None if index is None else save_id_in(_content(index)))
         return found
 
+    def _answer(self, request: S3Request, body: S3Segment) -> S3Answer:
+        # as S3 does: without a condition of deletions a process that was stopped takes away what others have put there
+        version, present = request.headers.get("if-match"), self.objects.get(request.path)
+        if request.method == "DELETE" and version and (present is None or present.etag != version):
+            return S3Answer(412)
+        return super()._answer(request, body)
+
     def _control(self, request: S3Request, body: bytes) -> S3Answer:
         if request.method == "POST":
             self.objects.clear()

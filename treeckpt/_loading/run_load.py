@@ -116,9 +116,8 @@ def on_versions(
     """
     bank = _bank_of(path)
     given: list[Any] = [path] if bank is None else bank.paths
-    # who has opened them also does all again if one is replaced
     if all(isinstance(each, Checkpoint) for each in given):
-        return act(given[0] if bank is None else bank)
+        return act(given[0] if bank is None else bank)  # who has opened them does all again if one is replaced
     with contextlib.ExitStack() as stack:
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
@@ -130,8 +129,7 @@ def on_versions(
             checkpoints = [opened() for opened in versions]
             try:
                 if known is not None:
-                    # once: the next try is there because this version was replaced
-                    before, known = known, None
+                    before, known = known, None  # another try is there because this version was replaced
                     _take_known(checkpoints[0], before)
                 result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
