@@ -122,11 +122,11 @@ def on_versions(
         stores: list[Store] = []
         versions: list[Callable[[], Checkpoint]] = []
         for each in given:
-            store, opened = open_checkpoint(each)
+            store, version = open_checkpoint(each)
             stores.append(stack.enter_context(contextlib.closing(store)))
-            versions.append(opened)
+            versions.append(version)
         for _ in range(TRIES):
-            checkpoints = [opened() for opened in versions]
+            checkpoints = [version() for version in versions]
             try:
                 if known is not None:
                     before, known = known, None  # another try is there because this version was replaced
@@ -134,8 +134,7 @@ def on_versions(
                 result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
                     return result
-            # all ranks that share their reads have learnt it: they try the next version together
-            except Replaced:
+            except Replaced:  # all ranks that share their reads have learnt it: they try the next version together
                 pass
             except (TreeckptError, OSError) as error:
                 # a rank that tried again alone would wait for ranks that do not: together they learn it by Replaced
