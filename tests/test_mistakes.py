@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         (lambda net: tc.load("weights", map_location="cpu"), "'map_location' is no option of load; device= says"),
         (lambda net: tc.load("weights", weights_only=True), "of load; leave it out: no code .* allow_pickle=True"),
         (lambda net: tc.load("run", step=10), r"of load; give the path of the step.*Manager\(run\).restore\(step="),
-        (lambda net: tc.Manager("run").restore(map_location="cpu"), "of load; device= says"),
+        (lambda net: tc.Manager("run").restore(map_location="cpu"), "of restore; device= says"),
         (lambda net: tc.load_async("weights", map_location="cpu"), "of load_async, nor of load; device= says"),
         (lambda net: tc.load_into("weights", net, stric=False), "of load_into; near to it is 'strict'"),
         (lambda net: tc.save("new", {}, force=True), "'force' is no option of save; overwrite=True"),

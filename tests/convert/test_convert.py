@@ -281,7 +281,7 @@ def test_the_progress_of_a_conversion_with_ties_ends_where_all_is_read(tmp_path:
 def test_a_conversion_with_its_progress_takes_the_containers_that_it_takes_without(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_format_fit, "FREE_NBYTES", 100)  # as for more bytes than are checked here
+    monkeypatch.setattr(_format_fit, "FREE_VIEW_NBYTES", 100)  # as for more bytes than are checked here
     array, table = np.arange(9.0), tc.KeyedTable(np.arange(10), {"rows": np.ones((10, 3))})
     tree = {"point": Point(array, array), "table": table, "own": tc.PerRank({"a": array})}
     tc.save(tmp_path / "source", tree)
