@@ -100,7 +100,8 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
         per_rank: what a rank gets of `PerRank` state, where the world has another size: "error" refuses, "take" gives
             rank r that of rank r % old number. For a training state it is also merge(states, rank, world), which
             returns that of one rank, or a dict of these for "rng", "loader", "buffers", "extra" (no merge).
-            None refuses, but for `load_abstract`, which takes, and random generators (`training.rank_state`).
+            None refuses, but for `load_abstract`, which takes, and the random generators of a training state: these
+            continue on the same ranks of a smaller world, and in a larger one stay as the program has seeded them.
 
     Raises:
         MismatchError: a field has another value.
