@@ -8,7 +8,7 @@ copied, and right after it where it was read to its place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -41,6 +41,12 @@ class ReadRun(msgspec.Struct, frozen=True):
     """Refuses shards that are cut short, even where the wanted bytes are there."""
     written: list[Read]
     """Reads whose bytes have reached their destinations, or may have; each is added before the first byte is put."""
+    executor: Callable[..., None]
+    """Carries out reads of this rank from the kind of store that it is: `execute_local` or `execute_remote`."""
+
+    def execute(self, reads: Sequence[Read], memory: int) -> None:
+        """Carries out reads of this rank alone, see `executor`."""
+        self.executor(self, reads, memory=memory)
 
     def shard(self, file: File) -> OpenedShard:
         """Returns a shard, which is opened if it was not; raises CorruptError as `Checkpoint.shard`."""
@@ -58,7 +64,6 @@ class Buffers:
 
     def take(self) -> memoryview:
         """Returns a buffer; waits until one was given back if all are taken."""
-        # allocated when it is first needed: reads that go straight to their places need none
         # allocated when it is first needed: most reads go straight to their places
         return self._free.get() or aligned_buffer(-(-self._nbytes // PAGE_NBYTES) * PAGE_NBYTES, huge=True)
 

@@ -30,8 +30,7 @@ from .._io.storage.checkpoint import Checkpoint, Replaced
 from .._io.storage.store import Store
 from .._threads import make_call, start_thread
 from ..errors import CheckpointError, CheckpointNotFound, RankError
-from .execute_local import Buffers, ReadRun, execute_local, put_all
-from .execute_remote import execute_remote
+from .execute_local import Buffers, ReadRun, put_all
 from .plan import BoxDestination, ContiguousMemory, Read, address_of, memory_at, plan_reads
 
 MOST_RANKS = 1024
@@ -110,7 +109,6 @@ class SharedRead:
         replaced = False
         if fault is not None:
             try:
-                # looked up before the exchange, so that all ranks try the next version, or none does
                 # looked up before the exchange, so that all ranks try the next version, or none does
                 replaced = isinstance(fault, Replaced) or any(
                     checkpoint.is_replaced() for checkpoint in self.checkpoints
@@ -208,7 +206,7 @@ class SharedRead:
                 if len(members) > 1:
                     fault = _SharedList(self, run, members, memory // 2, fault).run(reads)
                 elif fault is None:
-                    execute_alone(run, reads, memory)
+                    run.execute(reads, memory)
                 nbytes += sum(read.nbytes for read in self.owned(reads, members))
             except Exception as error:
                 # the first failure is the cause of those that follow
@@ -216,12 +214,6 @@ class SharedRead:
         if fault is not None:
             raise fault
         return nbytes
-
-
-def execute_alone(run: ReadRun, reads: Sequence[Read], memory: int) -> None:
-    """Carries out reads of this rank alone."""
-    execute = execute_remote if run.checkpoint.store.traits.far else execute_local
-    execute(run, reads, memory=memory)
 
 
 def _host() -> str:
@@ -233,10 +225,8 @@ def _host() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], once: bool | None) -> SharedRead | None:
-    """Returns the shared reads of a world, None if each rank reads for itself, and if this process is alone.
-
-    The first call creates a group, on all ranks.
+def open_shared_read(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRead:
+    """Returns the shared reads of a world of several ranks. The first call creates a group, on all ranks.
 
     Args:
         checkpoints: those that the next load reads.
@@ -244,8 +234,6 @@ def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], once: bool | None)
     Raises:
         CheckpointError: the ranks are not those of torch.distributed's default group.
     """
-    if not once or comm.size == 1:
-        return None
     relay = comm.state.get(SharedRead)
     if relay is None:
         with log_if_slow(comm.rank, "load that reads once"):
@@ -366,7 +354,7 @@ class _SharedList:
         try:
             if self.fault is None:
                 # what a relay has written is noted when it puts it in place
-                execute_alone(msgspec.structs.replace(self.local, written=[]), own, self._memory)
+                msgspec.structs.replace(self.local, written=[]).execute(own, self._memory)
         except Exception as error:
             self.fault = self.fault or error
         # the other members wait for so many bytes, whatever these are

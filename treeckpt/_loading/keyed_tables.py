@@ -125,7 +125,6 @@ def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
     there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
     numbers = places[there] + rows.start if rows.picked is None else rows.picked[places[there]]
     # rising numbers of rows, so that rows that lie near each other are read together
-    # rising numbers of rows, so that rows that lie near each other are read together
     turn = np.argsort(numbers)
     return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
 

@@ -40,16 +40,15 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import PerRankNode, Structure, index_path
 from .._core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
 from .._io.comm.comm import Comm
-from .._io.os_errors import read_errors_wrapped, wrap_read_error
+from .._io.os_errors import read_errors_wrapped
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import MismatchError, TreeckptError
 from ..reports import LoadReport
 from .aliasing import check_ties, tied_to
-from .execute_shared import open_relay
 from .keyed_tables import check_tables, column_slot, find_column, refuse_plain, slot_as_saved
 from .match import Load, LoadOptions
 from .plan import LeafPlaceholder
-from .read_batch import BatchOptions, add_changed, together
+from .read_batch import BatchOptions, add_changed, open_relay, together
 
 # without like ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +382,7 @@ def _slot(
 
 def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOptions) -> tuple[object, LoadReport]:
     """Loads a new tree; see `treeckpt.load`."""
-    relay = open_relay(comm, [checkpoint], options.read.once) if comm.size > 1 else None
+    relay = open_relay(comm, [checkpoint], options.read.once)
     read = options.read
     with read_errors_wrapped(checkpoint.url):
         with together(relay):
@@ -411,7 +410,7 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
     """
     options = sources[0][1]
     checkpoints = [checkpoint for checkpoint, _ in sources]
-    relay = open_relay(comm, checkpoints, options.read.once) if comm.size > 1 else None
+    relay = open_relay(comm, checkpoints, options.read.once)
     with together(relay):
         new, jobs, matched = tree, list[Load](), list[_MatchedTree]()
         for checkpoint, own in sources:
@@ -429,11 +428,8 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
             batch.prepare(reading)
     for batch, reading in zip(batches, readings, strict=True):
         try:
-            batch.put(reading)
-        except OSError as error:
-            failed = wrap_read_error(error, batch.checkpoint.url)
-            add_changed(failed, batches)
-            raise failed from error
+            with read_errors_wrapped(batch.checkpoint.url):
+                batch.put(reading)
         except Exception as error:
             add_changed(error, batches)
             raise

@@ -27,14 +27,16 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.placements import MeshLayout, replicas_of
 from .._core.sharding.region import Region, any_overlap, coalesce, intersect, is_c_order
 from .._core.tree.spec import ArraySpec
+from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer, available_memory
 from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of
 from ..rules._view import ComposedLeaf
-from .execute_local import READERS, ReadRun
-from .execute_shared import SharedRead, execute_alone
+from .execute_local import READERS, ReadRun, execute_local
+from .execute_remote import execute_remote
+from .execute_shared import SharedRead, open_shared_read
 from .options import Verify
 from .plan import (
     ContiguousMemory,
@@ -70,6 +72,11 @@ class BatchOptions(msgspec.Struct, frozen=True):
     """Requests the data of shards in a store that is far away at once, and opens the shards meanwhile."""
     relay: SharedRead | None = None
     """The ranks that share their reads; None if each rank reads for itself."""
+
+
+def open_relay(comm: Comm, checkpoints: Sequence[Checkpoint], once: bool | None) -> SharedRead | None:
+    """Returns what `open_shared_read` does; None if each rank reads for itself, and if this process is alone."""
+    return open_shared_read(comm, checkpoints) if once and comm.size > 1 else None
 
 
 def together(relay: SharedRead | None, step: str = "") -> AbstractContextManager[None]:
@@ -282,7 +289,8 @@ class ReadBatch:
         """
         first = options.verify == "first" and options.in_place
         verify, relay, wanted, mapped = options.verify is not False, options.relay, self._wanted, list[Read]()
-        self._run = ReadRun(self.checkpoint, self._recorder, verify, self.whole, self.written)
+        executor = execute_remote if self.checkpoint.store.traits.far else execute_local
+        self._run = ReadRun(self.checkpoint, self._recorder, verify, self.whole, self.written, executor)
         if options.mapped:
             mapped = [read for read in wanted if type(read.destinations[0]) is NewArray]
             wanted = [read for read in wanted if type(read.destinations[0]) is not NewArray]
@@ -358,7 +366,7 @@ class ReadBatch:
                 self.read_nbytes += relay.run(self._run, self._work, memory=options.memory)
             else:
                 for _, reads in self._work:
-                    execute_alone(self._run, reads, options.memory)
+                    self._run.execute(reads, options.memory)
                     self.read_nbytes += sum(read.nbytes for read in reads)
             after, self.after = self.after, []  # what they hold is freed with them
             for act in after:
@@ -401,7 +409,7 @@ class ReadBatch:
                 mine = relay.owned(reads, members) if relay is not None else reads
                 # without destinations: the bytes are compared in a buffer, and no target is written
                 checks = [Read(read.file, read.start, read.stop, shared=read.shared or stays) for read in mine]
-                execute_alone(self._run, checks, options.memory)
+                self._run.execute(checks, options.memory)
 
 
 def read_region(checkpoint: Checkpoint, leaf: Leaf, region: Region, *, rank: int = 0) -> np.ndarray:

@@ -24,7 +24,7 @@ from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
 from .._io.storage.local_store import for_reading
-from .._io.storage.open import following, is_path_or_store, open_store
+from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
@@ -84,8 +84,7 @@ def on_one_version(
     Raises:
         CheckpointError: as `on_versions`; or the path is a bank.
     """
-
-    if (bank := _bank_of(path)) is not None:
+    if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
     return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
 
@@ -114,7 +113,7 @@ def on_versions(
         CheckpointNotFound: a checkpoint was deleted meanwhile.
         CheckpointError: it was replaced again and again.
     """
-    bank = _bank_of(path)
+    bank = as_bank(path)
     given: list[Any] = [path] if bank is None else bank.paths
     if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)  # who has opened them does all again if one is replaced
@@ -150,11 +149,6 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
-
-
-def _bank_of(path: Any) -> Bank | None:
-    """Does what `as_bank` does; the usual paths are told apart before."""
-    return None if is_path_or_store(path) or isinstance(path, Checkpoint) else as_bank(path)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:

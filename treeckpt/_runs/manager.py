@@ -447,28 +447,28 @@ class Manager:
         options["read"] = read_of(options.get("read"), "resume", {**_LINKS, **IN_PLACE})
         options["fallback"] = fallback_of(options.get("fallback"), "resume", NO_SALVAGE)
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
-        found = self._restorer.restore(call, None, options, fills=True)
-        if found is None:
+        restored = self._restorer.restore(call, None, options, fills=True)
+        if restored is None:
             from ..training._capture import check_objects
             from ..training._user_state import check_generators
 
             with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
                 check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
             if self._comm.rank == 0:
-                url, found = self.directory.url, runs_below(self.directory.store)
-                below = f". Below it are runs: {', '.join(found[:5])}" if found else ""
-                level = logging.WARNING if found else logging.INFO
+                url, runs = self.directory.url, runs_below(self.directory.store)
+                below = f". Below it are runs: {', '.join(runs[:5])}" if runs else ""
+                level = logging.WARNING if runs else logging.INFO
                 _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
                 check_generators(options.get("loader"))
             self._loop.tree = partial(training_state, model, optimizer, options)
             return None
-        self._restored(found.step)
-        report: RestoreReport = found.result
+        self._restored(restored.step)
+        report: RestoreReport = restored.result
         # Parts at the root for which no object was given: a last save from the objects here would lack them.
         unasked = [path for path in report.ignored if "/" not in path]
         if not unasked and (report.extra is None or options.get("extra") is not None):
             self._loop.tree = partial(training_state, model, optimizer, options)
-        return msgspec.structs.replace(report, passed_over=found.passed_over)
+        return msgspec.structs.replace(report, passed_over=restored.passed_over)
 
     def _restored(self, step: int) -> None:
         self.count = self._reached = step

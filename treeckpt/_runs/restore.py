@@ -37,10 +37,10 @@ from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, ra
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
-from .._loading.execute_shared import open_relay, reads_once
+from .._loading.execute_shared import reads_once
 from .._loading.match import LoadOptions
 from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
-from .._loading.read_batch import together
+from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_one_version
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError, TreeError
 from ..rules import as_rules
@@ -223,12 +223,12 @@ class Restorer:
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read: ReadOptions = options["read"]
-        alone = self._load_comm.size == 1
         if read.once is None:
-            read = msgspec.structs.replace(read, once=not alone and reads_once(self._load_comm, store))
+            once = self._load_comm.size > 1 and reads_once(self._load_comm, store)
+            read = msgspec.structs.replace(read, once=once)
 
         def load_version(checkpoint: Checkpoint) -> Any:
-            relay = None if alone else open_relay(self._load_comm, [checkpoint], read.once)
+            relay = open_relay(self._load_comm, [checkpoint], read.once)
             with together(relay, "restored"):
                 if choice.requested != step:
                     raise self._different_steps(choice.requested, step)

@@ -31,11 +31,10 @@ from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
-from .._loading.execute_shared import open_relay
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choice_of, fallback_of, read_of
 from .._loading.overlay import Bank
-from .._loading.read_batch import together
+from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_versions
 from ..errors import MismatchError
 from ..reports import LoadReport
