@@ -39,7 +39,7 @@ IN_PLACE = {
 }
 """What a call cannot do that fills arrays in place, with what helps."""
 NO_SALVAGE = {
-    "on_corrupt": "A training state with holes is none to continue: Manager.resume takes the checkpoint before, and "
+    "on_corrupt": "A training state with holes cannot be continued: Manager.resume takes the checkpoint before, and "
     "load salvages"
 }
 """What a restore of a training state cannot do, with what helps."""
@@ -82,7 +82,7 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
             _check_value(name, getattr(self, name), known)
         memory: Any = self.memory
         if memory is not None and (isinstance(memory, bool) or not hasattr(memory, "__index__") or memory < 1):
-            hint = "1 MiB is the least that reads well, as 256 << 20 for 256 MiB"
+            hint = "Give an integer of 1 MiB or more, as 256 << 20 for 256 MiB"
             raise MismatchError("memory", expected="a number of bytes, or None", found=f"{memory!r:.60}", hint=hint)
 
 
