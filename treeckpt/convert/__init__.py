@@ -4,6 +4,7 @@
     tc.convert.to_safetensors("run/step_00000100", "hub/model", subtree="model", dtype="bfloat16")
 
 .. include:: FORMATS.md
+.. include:: SYSTEMS.md
 """
 
 from .._core.public_names import publish
