@@ -6,6 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -49,6 +50,7 @@ from .options import Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
 
+_log = logging.getLogger("treeckpt")
 MEMORY = 64 << 20
 """Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
 
@@ -368,7 +370,7 @@ class Load:
         check_same(differences, self.options.strict)
 
     def report(self) -> LoadReport:
-        return LoadReport(
+        report = LoadReport(
             self.checkpoint.url,
             self.batch.nbytes,
             read_nbytes=self.batch.read_nbytes,
@@ -385,6 +387,8 @@ class Load:
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
             unmade=tuple(self.unmade),
         )
+        _log.debug("%s", report)
+        return report
 
 
 class Claims:

@@ -360,7 +360,9 @@ def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
                 f"model/{name}",
                 expected="a module whose parameters have names",
                 found="FullyShardedDataParallel, which joins them into flat ones",
-                hint="Use fully_shard (FSDP2), or save FSDP.state_dict_type(..., SHARDED_STATE_DICT) with tc.save",
+                hint="Use fully_shard (FSDP2). Or save {'model': a, 'optimizer': b} of a, b = get_state_dict(model, "
+                "optimizer) of treeckpt.dcp.state_dict with tc.save; to resume, fill it with tc.load_into, and call "
+                "set_state_dict. training.restore reads it too, into models of other layouts",
             )
         if full in _WRAPPERS:
             return _WRAPPERS[full]
