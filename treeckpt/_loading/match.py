@@ -45,7 +45,7 @@ from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
 from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
-from .options import Fallback, ReadOptions
+from .options import Device, Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
 
@@ -59,7 +59,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     select: tuple[str, ...] | None = None
     strict: Strict = True
     cast: bool = False
-    device: str | None = None
+    device: Device = None
     read: ReadOptions = ReadOptions()
     fallback: Fallback = Fallback()
     allow_pickle: bool = False
@@ -130,6 +130,8 @@ class Load:
 
     def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.device = "original" if callable(options.device) else options.device
+        """Where new arrays go; "original" for where their specs say."""
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
         default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
@@ -170,6 +172,12 @@ class Load:
     def names(self) -> frozenset[str]:
         """The names of all leaves and empty containers of the checkpoint, selected or not, after the rules."""
         return frozenset((*self.view.by_path, *empty_container_paths(self.view.structure)))
+
+    def placed(self, spec: ArraySpec) -> ArraySpec:
+        """Returns the saved spec of an array with the device where a new one goes."""
+        device = self.options.device
+        where = device(spec.device or "cpu") if callable(device) else spec.device if device == "original" else None
+        return msgspec.structs.replace(spec, device=None if where == "cpu" else where)
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -275,7 +283,7 @@ class Load:
             wanted: what describes the array.
         """
         self.claims.take(path, leaf)
-        spec, device = abstract_of(wanted, path, self.here), self.options.device
+        spec, device = abstract_of(wanted, path, self.here), self.device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             # where nothing else is asked for there is nothing to compare
@@ -307,7 +315,7 @@ class Load:
 
     def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
         """Returns a new array, on the device of the options, or else of the spec."""
-        target = like_of(spec, path, self.here, self.options.device, allocate=self.take)
+        target = like_of(spec, path, self.here, self.device, allocate=self.take)
         assert target is not None, "a spec describes an array"
         return target
 
