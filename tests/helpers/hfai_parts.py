@@ -13,12 +13,19 @@ LARGE = 500
 
 def write_parts(path: Path, states: dict[str, list[dict[str, Any]]], others: dict[str, Any], world: int) -> None:
     """A checkpoint of some models and optimizers, by their state dicts."""
-    path.mkdir()
     for rank in range(world):
-        part: dict[str, Any] = {"__nshards__": world, "__version__": "2.0.0"}
-        part["model"] = [model_part(state, rank, world) for state in states["model"]]
-        part["optimizer"] = [optimizer_part(state, rank, world) for state in states["optimizer"]]
-        torch.save(part | (others if rank == 0 else {}), path / f"PART_{rank:03d}.pt")
+        write_part(path, states, others, rank, world)
+
+
+def write_part(
+    path: Path, states: dict[str, list[dict[str, Any]]], others: dict[str, Any], rank: int, world: int
+) -> None:
+    """What one rank writes of a checkpoint."""
+    path.mkdir(exist_ok=True)
+    part: dict[str, Any] = {"__nshards__": world, "__version__": "2.0.0"}
+    part["model"] = [model_part(state, rank, world) for state in states["model"]]
+    part["optimizer"] = [optimizer_part(state, rank, world) for state in states["optimizer"]]
+    torch.save(part | (others if rank == 0 else {}), path / f"PART_{rank:03d}.pt")
 
 
 def size_of(tensor: torch.Tensor) -> int:
