@@ -345,6 +345,27 @@ def test_the_first_restart_reads_what_hfai_wrote(tmp_path: Path) -> None:
             assert run(again, optimizer, 2) == losses
 
 
+def test_state_dicts_of_any_format_are_those_of_the_program(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    stepped(model, optimizer)
+    wrapped = nn.DataParallel(model)
+    tree = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(tree, tmp_path / "file.pt")
+    write_parts(tmp_path / "parts", {"model": [tree["model"]], "optimizer": [tree["optimizer"]]}, {"epoch": 3}, 2)
+    tc.convert.convert(tmp_path / "parts", tmp_path / "converted")
+    tc.save(tmp_path / "tree", tree)
+    for name in ("file.pt", "converted", "tree"):
+        state = load(tmp_path / name)
+        assert same_tensors({**state, "model": dict(state["model"])}, {**tree, "model": dict(tree["model"])})
+        fresh, theirs = _job(1)
+        assert load(tmp_path / name, fresh, theirs)["epoch"] == 3
+        assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+        assert same_tensors(theirs.state_dict(), optimizer.state_dict())
+    tc.save(tmp_path / "state", training.state(model, optimizer))
+    with pytest.raises(tc.MismatchError, match=r"what training.save or hfai wrote"):
+        load(tmp_path / "state")
+
+
 def test_a_save_beside_the_parts_of_hfai_counts_once_it_is_complete(tmp_path: Path) -> None:
     """hfai-dist_ckpt, lines 62-66: one that was killed leaves files, and the parts are what is loaded."""
     model = net()

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from .. import _api
 from .._core.tree.containers import FromRank, PerRank
 from .._core.tree.dict_attributes import METADATA, copy_attributes
-from .._foreign.files import foreign_at
 from .._io.comm.comm import as_comm
 from .._loading.options import Device, Fallback, ReadOptions
 from ..errors import MismatchError, TreeError
@@ -44,6 +43,7 @@ from ._optimizers import (
     standard_form,
 )
 from ._restore import restore
+from ._sources import children_of
 
 Replicas = Literal["same", "rank0"]
 """What ranks may have otherwise than rank 0."""
@@ -138,7 +138,8 @@ def load(
     3
 
     Args:
-        fname: a directory that `save` wrote, or one with hfai's `PART_*.pt`, which is read as it is.
+        fname: what `save` wrote, or a directory with hfai's `PART_*.pt`, which is read as it is; so are
+            other state dicts under these names, as in a file of torch.save.
         model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.
             An integer is taken as hfai's `nthreads`.
         optimizer: likewise; parameters are matched by name, in any order.
@@ -171,7 +172,7 @@ def load(
     if alone:
         raise MismatchError("model", expected="the model, too", found=f"{', '.join(alone)} alone")
     tree = _api.load(fname, fallback=Fallback(per_rank="take"), device=_device_of(map_location), **given)
-    return _of_hfai(tree) if _is_hfai(fname) else _as_state_dicts(fname, tree)
+    return _as_state_dicts(fname, tree)
 
 
 def _fill(fname: Any, models: Any, optimizers: Any, map_location: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -181,15 +182,16 @@ def _fill(fname: Any, models: Any, optimizers: Any, map_location: Any, given: di
         raise MismatchError("map_location", expected="None or 'cpu', for others", found=found)
     every, others = _with_outside(models, optimizers), None
     targets = every, optimizers
-    if _is_hfai(fname):
-        # hfai numbers models and optimizers where there are several only
+    saved = children_of(_api.inspect(fname).structure)
+    if _STATE_DICTS not in saved:
+        # in state dicts of programs models and optimizers have numbers where there are several only
         targets = [
             list(each.values()) if len(own) == 1 else each
             for own, each in ((models, every), (optimizers or (), optimizers))
         ]
-        saved = {path.partition("/")[0] for path in _api.inspect(fname).by_path}
-        alike = {"comm": given["comm"], "exclude": sorted(saved.intersection(_RESERVED))}
-        others = {name: value for name, value in _api.load(fname, **alike).items() if name not in _RESERVED}
+        apart = [part for part in _RESERVED if part in saved]
+        others = _api.load(fname, comm=given["comm"], exclude=apart)
+        others = {name: value for name, value in others.items() if name not in apart}
     report = restore(fname, *targets, **{"rng": False, "fallback": Fallback(per_rank={"extra": "take"}), **given})
     others = _values(report.extra or {}) if others is None else others
     state_dicts = {"model": _unwrapped({name: one.state_dict() for name, one in models.items()})}
@@ -299,25 +301,20 @@ def _device_of(map_location: Any) -> Device:
 # as state dicts -------------------------------------------------------------------------------------------------------
 
 
-def _is_hfai(fname: Any) -> bool:
-    files = foreign_at(fname)
-    return files is not None and files.kind == "hfai"
-
-
-def _of_hfai(tree: dict[str, Any]) -> dict[str, Any]:
-    models = tree["model"]
-    return {**tree, "model": list(map(_plain, models)) if isinstance(models, list) else _plain(models)}
-
-
 def _as_state_dicts(fname: Any, tree: Any) -> dict[str, Any]:
-    if not isinstance(tree, dict) or not {"model", _STATE_DICTS} <= set(tree):
+    models = tree.get("model") if isinstance(tree, dict) else None
+    several = models if isinstance(models, list) else [models]
+    # of `training.state` without names and order no state dicts of optimizers can be made
+    if not all(isinstance(one, Mapping) for one in several) or (_STATE_DICTS not in tree and "param_groups" in tree):
         raise MismatchError(
             str(fname),
-            expected="what training.save or hfai wrote",
+            expected="what training.save or hfai wrote, or state dicts by these names",
             found="another tree",
             hint="Use treeckpt.training.restore, or treeckpt.load",
         )
-    models, names = tree["model"], tree[_STATE_DICTS]
+    if _STATE_DICTS not in tree:
+        return {**tree, "model": [_plain(one) for one in several] if isinstance(models, list) else _plain(models)}
+    names = tree[_STATE_DICTS]
     several = {name: _plain(models[name]) for name in sorted(models.keys() - {_OUTSIDE}, key=int)}
     several = {name: _with_wrappers(own, names["wrapped"].get(name, {})) for name, own in several.items()}
     state_dicts: dict[str, Any] = {"model": _unwrapped(several)}
