@@ -186,6 +186,28 @@ def test_ranks_share_large_tensors_by_bytes_and_buffers_are_written_once(tmp_pat
         assert (state["own"], state["n"]) == (own, 1) and same_tensors(state["model"], dict(model.state_dict()))
 
 
+def test_more_ranks_than_rows_save_and_directories_above_are_made(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 64 and 153: a tensor of fewer rows than ranks, and one whose elements are not in a row."""
+    model = nn.Module()
+    model.register_parameter("rows", nn.Parameter(torch.arange(35.0).view(5, 7)))
+    model.register_parameter("turned", nn.Parameter(torch.arange(35.0).view(5, 7).t()))
+    path = tmp_path / "new" / "deep" / "latest.pt"
+    outcomes = on_ranks(8, lambda comm: save(path, model, None, None, comm))
+    assert errors_of(outcomes) == [None] * 8
+    assert same_tensors(dict(load(path)["model"]), dict(model.state_dict()))
+
+
+def test_files_of_two_saves_do_not_mix(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 102-104 and 117: no part of hfai says of which save it is."""
+    shards: list[Path] = []
+    for step in range(2):
+        save(tmp_path / f"{step}", net(step), None, {"step": step})
+        shards += (tmp_path / f"{step}").glob("shard-*")
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(tc.CorruptError, match=r"expected save .*, found save "):
+        load(tmp_path / "1")
+
+
 class Arguments(argparse.Namespace):
     """A class of the program's own, of which only a pickle can be stored."""
 

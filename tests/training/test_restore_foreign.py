@@ -120,7 +120,7 @@ def test_state_dicts_in_memory_are_sent_to_their_file_and_restored_as_the_error_
             assert same_tensors(theirs.state[mine], optimizer.state[other])
 
 
-# names that wrappers have changed --------------------------------------------------------------------------------------
+# names that wrappers have changed -------------------------------------------------------------------------------------
 class _Migrated(nn.Linear):
     """A module whose load code depends on the version that was saved."""
 

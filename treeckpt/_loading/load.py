@@ -130,7 +130,6 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
         by_path = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in by_path]
-    moved = callable(job.options.device)
     whole = {leaf.number for leaf in plain}
     for leaf in plain:
         if leaf.number in made:
@@ -139,8 +138,8 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
             made[leaf.number] = LeafPlaceholder(job.value(leaf, leaf.path))
         elif not (isinstance(leaf.record, AliasRecord) and leaf.record.of in whole):
             spec = leaf.spec
-            if (spec.device and job.options.device != "original") or moved:
-                spec = job.placed(spec)
+            if spec.device and job.options.device != "original":
+                spec = msgspec.structs.replace(spec, device=None)
             if isinstance(leaf.record, AliasRecord) and leaf.record.view is not None:
                 job.claims.take_view(leaf.path, spec)
             made[leaf.number] = job.array(leaf.path, leaf, spec)

@@ -130,8 +130,6 @@ class Load:
 
     def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
         self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
-        self.device = "original" if callable(options.device) else options.device
-        """Where new arrays go; "original" for where their specs say."""
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
         default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
@@ -172,12 +170,6 @@ class Load:
     def names(self) -> frozenset[str]:
         """The names of all leaves and empty containers of the checkpoint, selected or not, after the rules."""
         return frozenset((*self.view.by_path, *empty_container_paths(self.view.structure)))
-
-    def placed(self, spec: ArraySpec) -> ArraySpec:
-        """Returns the saved spec of an array with the device where a new one goes."""
-        device = self.options.device
-        where = device(spec.device or "cpu") if callable(device) else spec.device if device == "original" else None
-        return msgspec.structs.replace(spec, device=None if where == "cpu" else where)
 
     def selected(self, path: str) -> bool:
         """Whether a path is wanted, is not damaged, and no rule leaves it as it is."""
@@ -283,7 +275,8 @@ class Load:
             wanted: what describes the array.
         """
         self.claims.take(path, leaf)
-        spec, device = abstract_of(wanted, path, self.here), self.device
+        spec, device = abstract_of(wanted, path, self.here), self.options.device
+        device = self._device_for(leaf.spec) if callable(device) else device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             # where nothing else is asked for there is nothing to compare
@@ -313,9 +306,14 @@ class Load:
         self.batch.add_target(path, leaf, target)
         return LeafPlaceholder(target.leaf)
 
+    def _device_for(self, saved: ArraySpec | None) -> str | None:
+        """Returns where a new array goes; None for where its spec says."""
+        device = self.options.device
+        return device((saved.device if saved is not None else None) or "cpu") if callable(device) else device
+
     def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
         """Returns a new array, on the device of the options, or else of the spec."""
-        target = like_of(spec, path, self.here, self.device, allocate=self.take)
+        target = like_of(spec, path, self.here, self._device_for(spec), allocate=self.take)
         assert target is not None, "a spec describes an array"
         return target
 
