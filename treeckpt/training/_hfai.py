@@ -237,7 +237,7 @@ def _with_outside(models: dict[str, Any], optimizers: Mapping[str, Any] | None) 
     for name, optimizer in (optimizers or {}).items():
         for place, parameter in outside_parameters(optimizer, ties).items():
             found.setdefault(id(parameter), (f"{name}_{place}", parameter))
-    outside = nn.Module()
+    outside: Any = nn.Module()
     outside._parameters.update(found.values())  # register_parameter takes no plain tensors
     return {**models, _OUTSIDE: outside} if found else models
 
@@ -290,7 +290,7 @@ def _device_of(map_location: Any) -> Device:
 
     @functools.cache
     def placed(where: str) -> str:
-        storage = map_location(torch.UntypedStorage(0), where)
+        storage: Any = map_location(torch.UntypedStorage(0), where)
         if storage is not None and not hasattr(storage, "device"):
             raise MismatchError("map_location", expected="a storage or None of it", found=f"{storage!r:.60}")
         return where if storage is None else str(storage.device)
@@ -302,8 +302,14 @@ def _device_of(map_location: Any) -> Device:
 
 
 def _as_state_dicts(fname: Any, tree: Any) -> dict[str, Any]:
-    models = tree.get("model") if isinstance(tree, dict) else None
-    several = models if isinstance(models, list) else [models]
+    """Returns state dicts and others of a loaded tree; see `load`.
+
+    Raises:
+        MismatchError: it has none.
+    """
+    models: Any = tree.get("model") if isinstance(tree, dict) else None
+    listed = isinstance(models, list)
+    several: Any = models if listed else [models]
     # of `training.state` without names and order no state dicts of optimizers can be made
     if not all(isinstance(one, Mapping) for one in several) or (_STATE_DICTS not in tree and "param_groups" in tree):
         raise MismatchError(
@@ -313,7 +319,7 @@ def _as_state_dicts(fname: Any, tree: Any) -> dict[str, Any]:
             hint="Use treeckpt.training.restore, or treeckpt.load",
         )
     if _STATE_DICTS not in tree:
-        return {**tree, "model": [_plain(one) for one in several] if isinstance(models, list) else _plain(models)}
+        return {**tree, "model": list(map(_plain, several)) if listed else _plain(models)}
     names = tree[_STATE_DICTS]
     several = {name: _plain(models[name]) for name in sorted(models.keys() - {_OUTSIDE}, key=int)}
     several = {name: _with_wrappers(own, names["wrapped"].get(name, {})) for name, own in several.items()}
