@@ -144,6 +144,24 @@ def parameters_outside_of_the_models_may_differ_too(here: Rank) -> None:
     theirs.load_state_dict(load(path)["optimizer"])
 
 
+def an_optimizer_that_is_split_over_ranks_is_filled_in_place(here: Rank) -> None:
+    """hfai-dist_ckpt, lines 187-192, without a call that brings the parts together."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    def job(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(_net(seed))
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+
+    model, optimizer = job(1)
+    _train(model, optimizer, here.rank, range(3))
+    save(here.directory / "split", model, optimizer)
+    expected = _train(model, optimizer, here.rank, range(3, 5))
+    model, optimizer = job(2)
+    state = load(here.directory / "split", model, optimizer)
+    assert len(state["optimizer"]["state"]) < len(load(here.directory / "split")["optimizer"]["state"]) == 6
+    assert _train(model, optimizer, here.rank, range(3, 5)) == expected
+
+
 def sparse_buffers_are_saved_by_each_of_two_ranks(here: Rank) -> None:
     """hfai-dist_ckpt, lines 142 and 151: what is not strided is saved as a whole."""
 
@@ -202,6 +220,7 @@ TWO: tuple[Case, ...] = (
     a_job_goes_on_from_the_parts_that_hfai_left,
     what_ranks_have_otherwise_is_that_of_rank_0_where_it_is_said,
     parameters_outside_of_the_models_may_differ_too,
+    an_optimizer_that_is_split_over_ranks_is_filled_in_place,
     sparse_buffers_are_saved_by_each_of_two_ranks,
     a_group_of_ranks_saves_in_the_shape_of_hfai,
 )

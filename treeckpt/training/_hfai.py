@@ -142,7 +142,8 @@ def load(
             other state dicts under these names, as in a file of torch.save.
         model: a module, or a list as in `save`: it is filled in place, and its entry in the result is its state dict.
             An integer is taken as hfai's `nthreads`.
-        optimizer: likewise; parameters are matched by name, in any order.
+        optimizer: likewise; parameters are matched by name, in any order. Of one that is split over ranks the result
+            has this rank's part.
         nthreads: has no effect: each rank reads the ranges that it needs.
         map_location: where new tensors go, as for `torch.load`: a device, a dict of devices by where each was, a
             function, or None for where each was. A function is called once for each device, with an empty storage: the
@@ -196,7 +197,8 @@ def _fill(fname: Any, models: Any, optimizers: Any, map_location: Any, given: di
     others = _values(report.extra or {}) if others is None else others
     state_dicts = {"model": _unwrapped({name: one.state_dict() for name, one in models.items()})}
     if optimizers is not None:
-        state_dicts["optimizer"] = _unwrapped({name: one.state_dict() for name, one in optimizers.items()})
+        lives = name_optimizers(optimizers, collect_entries(every))
+        state_dicts["optimizer"] = _unwrapped({live.prefix[0]: live.stateful.state_dict() for live in lives})
     return {**state_dicts, **others}
 
 
