@@ -25,6 +25,7 @@ from ._loading.background import PendingLoad, start_load
 from ._loading.match import LoadOptions
 from ._loading.options import (
     IN_PLACE,
+    Device,
     Fallback,
     LoadAsyncKeywords,
     LoadKeywords,
@@ -210,7 +211,7 @@ def load(
     strict: Strict = True,
     ids: Any = None,
     cast: bool = False,
-    device: str | None = None,
+    device: Device = None,
     read: ReadOptions | None = None,
     fallback: Fallback | None = None,
     allow_pickle: bool = False,
@@ -232,7 +233,7 @@ def load(
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
         ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
-        cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
+        cast, device: converts other dtypes; where new tensors go, "original" for where each was, or a function of that.
         read: how bytes are read: `ReadOptions(verify=..., memory=..., once=..., mmap=..., copy=..., follow_links=...)`.
         fallback: what is done with damage and `PerRank` state of other ranks: `Fallback(on_corrupt=..., per_rank=...)`.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.

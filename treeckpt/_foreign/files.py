@@ -162,8 +162,9 @@ def foreign_at(path: Any) -> ForeignStore | None:
     else:
         kind, names = format_at(place)
         store = LocalStore(place if names is not None else place.parent, follow_links=True)
-    # shards without an index are a checkpoint of ours too, though they are valid safetensors
-    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or any(map(parse_shard_name, names or ())):
+    # shards without an index are valid safetensors, but ours; beside other files they are what a dead save has left
+    own = kind == "safetensors" and any(map(parse_shard_name, names or ()))
+    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or own:
         return None
     return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
 

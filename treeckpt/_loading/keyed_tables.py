@@ -486,7 +486,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
     if chosen is None and own is None:
         return None
-    wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    wanted = msgspec.structs.replace(spec, device=None) if job.options.device is None else spec
     if chosen is not None:
         joined = find_chosen(job, own or ids, ids_path, chosen)
         _refuse_missing(job, joined, ids_path)

@@ -46,7 +46,7 @@ from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
 from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
-from .options import Fallback, ReadOptions
+from .options import Device, Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
 
@@ -61,7 +61,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     select: tuple[str, ...] | None = None
     strict: Strict = True
     cast: bool = False
-    device: str | None = None
+    device: Device = None
     read: ReadOptions = ReadOptions()
     fallback: Fallback = Fallback()
     allow_pickle: bool = False
@@ -278,6 +278,7 @@ class Load:
         """
         self.claims.take(path, leaf)
         spec, device = abstract_of(wanted, path, self.here), self.options.device
+        device = self._device_for(leaf.spec) if callable(device) else device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             # where nothing else is asked for there is nothing to compare
@@ -307,9 +308,14 @@ class Load:
         self.batch.add_target(path, leaf, target)
         return LeafPlaceholder(target.leaf)
 
+    def _device_for(self, saved: ArraySpec | None) -> str | None:
+        """Returns where a new array goes; None for where its spec says."""
+        device = self.options.device
+        return device((saved.device if saved is not None else None) or "cpu") if callable(device) else device
+
     def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
         """Returns a new array, on the device of the options, or else of the spec."""
-        target = like_of(spec, path, self.here, self.options.device, allocate=self.take)
+        target = like_of(spec, path, self.here, self._device_for(spec), allocate=self.take)
         assert target is not None, "a spec describes an array"
         return target
 

@@ -62,6 +62,7 @@ from ._module_loads import (
     without_ties,
 )
 from ._modules import (
+    ModelEntries,
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
@@ -85,6 +86,7 @@ from ._sources import (
     descend,
     holds_state_dicts,
     is_stored,
+    lacks_names,
     leaves_below,
     missing_part,
     nodes_by_name,
@@ -220,11 +222,12 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
-        arranged = placed
-        if targets.optimizer is not None and holds_state_dicts(placed):
-            arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
-        source = open_source(arranged, comm, options, from_root=from_root)
-        job = _Restore(source, comm, targets, options)
+        model, arranged = collect_entries(targets.model), placed
+        if (targets.optimizer is not None and holds_state_dicts(placed)) or lacks_names(placed, model.entries):
+            arranged, rules = as_training_state(placed, model, targets.optimizer, options.rules)
+            options = msgspec.structs.replace(options, rules=rules)
+        source = open_source(arranged, comm, options, model.entries, from_root=from_root)
+        job = _Restore(source, comm, targets, options, model)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
@@ -243,10 +246,12 @@ def _restore(
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
+    def __init__(
+        self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions, model: ModelEntries
+    ) -> None:
         self.began = time.perf_counter()
         self.source, self.comm, self.targets, self.options = source, comm, targets, options
-        self.model = collect_entries(targets.model)
+        self.model = model
         self.entries = self.model.entries
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []

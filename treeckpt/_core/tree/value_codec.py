@@ -37,7 +37,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...errors import FormatError, MismatchError, TreeError
+from ...errors import FormatError, MismatchError, TreeckptError, TreeError
 from ..sharding.dtypes import dtype_of_text, dtype_text
 
 Resolver = Callable[[str], type]
@@ -368,6 +368,8 @@ def _decode(
         raise LookupError(value.kind)
     except MismatchError as error:  # a dtype that this program lacks
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    except TreeckptError:
+        raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
         found = f"{value.kind:.40} ({error!s:.200})"
         raise FormatError(path, expected="a value of a known kind", found=found) from error
@@ -425,6 +427,8 @@ def _decode_enum(
         if isinstance(member, str):
             return known["_member_map_"][member]
         return _enum_member_by_value(kind, known, _decode(inner, path, resolve, extra, depth + 1))
+    except TreeckptError:
+        raise
     except (LookupError, ValueError, TypeError) as error:
         raise MismatchError(
             path,
