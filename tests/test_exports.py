@@ -151,6 +151,7 @@ PUBLIC_MODULES = {
         "StoreTraits",
         "VersionTag",
         "Writer",
+        "register",
     ],
     "testing": ["StoreSuite", "read_range", "thread_comms", "write_file"],
     "training": [
