@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 
-PUBLIC = ("treeckpt", "treeckpt.training", "treeckpt.convert", "treeckpt.dcp", "treeckpt.trees")
+PUBLIC = ("treeckpt", "treeckpt.training", "treeckpt.convert", "treeckpt.dcp", "treeckpt.trees", "treeckpt.arrays")
 PARSER = doctest.DocTestParser()
 
 

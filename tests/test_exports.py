@@ -80,6 +80,7 @@ def test_the_public_names_are_these() -> None:
 
 
 PUBLIC_MODULES = {
+    "arrays": ["register"],
     "convert": [
         "FORMATS",
         "SOURCES",

@@ -33,6 +33,7 @@ def contracts() -> list[dict]:
 
 
 PUBLIC = {
+    "arrays",
     "convert",
     "dcp",
     "demo",
