@@ -226,8 +226,8 @@ def _restore(
         arranged = placed
         if targets.optimizer is not None and holds_state_dicts(placed):
             arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
-        source = open_source(arranged, comm, options, from_root=from_root)
-        job = _Restore(source, comm, targets, options)
+        source = open_source(arranged, comm, options, under=under, from_root=from_root)
+        job = _Restore(source, comm, targets, options, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
@@ -246,9 +246,11 @@ def _restore(
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
+    def __init__(
+        self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions, under: str
+    ) -> None:
         self.began = time.perf_counter()
-        self.source, self.comm, self.targets, self.options = source, comm, targets, options
+        self.source, self.comm, self.targets, self.options, self.under = source, comm, targets, options, under
         self.model = collect_entries(targets.model)
         self.entries = self.model.entries
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
@@ -580,6 +582,7 @@ class _Restore:
                 reasons=self.reasons,
                 saved=self.source.leaves,
                 lengths=self.lengths,
+                under=self.under,
             ),
         )
 

@@ -685,11 +685,13 @@ def holds_state_dicts(given: Any) -> TypeGuard[Checkpoint]:
     return {"model", "optimizer"} <= keys and "param_groups" not in keys
 
 
-def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
+def open_source(
+    given: Any, comm: Comm, options: LoadOptions, *, under: str = "", from_root: bool = False
+) -> RestoreSource:
     """Opens a path or store, several of them, or a tree.
 
     Args:
-        from_root: as for `restore`, of the rules on each of several checkpoints.
+        under, from_root: as for `restore`, of the rules on each of several checkpoints.
 
     Raises:
         MismatchError: the root is no training state.
@@ -701,7 +703,7 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
     elif stored is not None:
 
         def own_rules(origin: From) -> tuple[Rule, ...]:
-            return rules_of(origin.rename, origin.transforms, "", from_root=from_root)
+            return rules_of(origin.rename, origin.transforms, under, from_root=from_root)
 
         source = CheckpointSource(stored, comm, options, own_rules)
     else:
