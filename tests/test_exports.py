@@ -82,13 +82,17 @@ def test_the_public_names_are_these() -> None:
 
 
 PUBLIC_MODULES = {
+    "arrays": ["register"],
     "convert": [
         "FORMATS",
         "SOURCES",
         "ConvertReport",
         "Finding",
+        "SourceFiles",
+        "WrittenArray",
         "convert",
         "detect",
+        "register",
         "to_dcp",
         "to_safetensors",
         "to_torch_file",
@@ -153,6 +157,7 @@ PUBLIC_MODULES = {
         "StoreTraits",
         "VersionTag",
         "Writer",
+        "register",
     ],
     "testing": ["StoreSuite", "read_range", "thread_comms", "write_file"],
     "training": [

@@ -35,6 +35,7 @@ def contracts() -> list[dict]:
 
 
 PUBLIC = {
+    "arrays",
     "convert",
     "dcp",
     "demo",

@@ -132,9 +132,9 @@ publish(__name__, __all__, globals())
 
 
 def __getattr__(name: str) -> Any:
-    """`training`, `convert` and `dcp`, which not every program needs, and `__version__`: read when first asked for."""
+    """Modules that not every program needs, and `__version__`: read when first asked for."""
     if name == "__version__":
         return importlib.metadata.version("treeckpt")
-    if name in ("training", "convert", "dcp"):
+    if name in ("training", "convert", "dcp", "arrays", "stores"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,7 +83,7 @@ class ForeignStore(WrappedStore):
     """The files that another program wrote, in any store, and arrays that are computed when they are read.
 
     Args:
-        kind: the format, one of `FOREIGN`.
+        kind: the format, one of `foreign_checkpoint.READERS`.
         file: the one file that is meant; empty for the whole directory.
     """
 
@@ -167,10 +167,6 @@ def foreign_at(path: Any) -> ForeignStore | None:
     if kind in (None, "pickle") or INDEX_NAME in (names or ()) or own:
         return None
     return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
-
-
-FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle")
-"""Formats of other programs that can be read."""
 
 
 class ForeignTree(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from .._core.format.records import (
     WholeChunk,
     count_chunks,
 )
-from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.dtypes import cast_hint, dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
 from .._core.tree.keyed_table import chosen_ids
@@ -342,18 +342,20 @@ class Load:
             )
         if wanted.regions == ():
             return  # holds nothing, and does not know of what dtype
-        if wanted.dtype != saved.dtype and not self.options.cast:
+        if wanted.dtype == saved.dtype:
+            return
+        # before `cast` is asked for: with it, the values would be wrong
+        check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
+        for at, dtype in unscaled_sources(self.index, leaf):
+            check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
+        if not self.options.cast:
             raise MismatchError(
                 path,
                 expected=wanted.dtype,
                 found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
-                hint="Pass cast=True to convert",
+                hint=cast_hint(saved.dtype, wanted.dtype),
             )
-        if wanted.dtype != saved.dtype:
-            check_cast(wanted, saved.dtype, path)
-            check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
-            for at, dtype in unscaled_sources(self.index, leaf):
-                check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
+        check_cast(wanted, saved.dtype, path)
 
     def _chain(self, path: str) -> str:
         chain = "" if self.ruled is None else self.ruled.chain(path)

@@ -38,8 +38,8 @@ from .._core.tree.structure import (
     keys_of,
 )
 from .._foreign.checksums import ArchiveChecksums
-from .._foreign.files import FOREIGN, elements_of, foreign_at, new_address, strided_array
-from .._foreign.foreign_checkpoint import ForeignCheckpoint, most_nbytes
+from .._foreign.files import elements_of, foreign_at, new_address, strided_array
+from .._foreign.foreign_checkpoint import READERS, ForeignCheckpoint, most_nbytes
 from .._foreign.pickle_values import RefusedLeaf, refusal
 from .._io.storage.checkpoint import Checkpoint, read_sidecar
 from .._io.storage.foreign_formats import HEAD, format_of_head
@@ -52,8 +52,8 @@ from .._loading.read_batch import read_region
 from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
 
 Source = str | os.PathLike[str] | Store
-SOURCES = ("treeckpt", *FOREIGN)
-"""Formats that can be read."""
+SOURCES = ["treeckpt", *READERS]
+"""Formats that can be read; `register` adds its own."""
 
 ContentsLeaf = tuple[str, Any]
 
@@ -183,7 +183,7 @@ def _check_own(path: Source) -> None:
         if local.is_file():
             first = read_head(local, HEAD)
             bare = format_of_head(local.name, first) == "pickle"
-            begins = f"the bytes {first.hex(' ')}" if first else "nothing, as it is empty"
+            begins = f"the bytes {first[:9].hex(' ')}" if first else "nothing, as it is empty"
             raise FormatError(
                 str(local),
                 expected="a file of torch.save or safetensors",

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -42,8 +43,6 @@ from ._output import Output, check_free, run_output
 from ._safetensors_write import lay_out_safetensors
 from ._transform import cast_floats, transform, with_state_dicts
 
-FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
-"""Formats that can be written."""
 DEFAULT_MEMORY = 64 << 20
 """Bytes of buffers, unless told otherwise."""
 MIN_BUFFER_NBYTES = 4 << 20
@@ -52,7 +51,6 @@ SAVING_NBYTES = 56 << 20
 """Bytes that a save of ours takes: its own buffers, and what is read into them."""
 SHARD_NBYTES = 5_000_000_000
 """Bytes of a file, unless told otherwise: the limit that Hugging Face has."""
-_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
           "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 AnyPath = str | os.PathLike[str]
@@ -78,7 +76,7 @@ class ConvertOptions(TypedDict, total=False):
     on_read: OnBytesRead | None
 
 
-class _Options(msgspec.Struct, frozen=True):
+class ConvertJob(msgspec.Struct, frozen=True):
     """The options of `convert`, checked."""
 
     destination: str
@@ -157,11 +155,11 @@ def convert(
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
     tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
-    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
+    options = ConvertJob(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
-def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
+def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     dry_run = options.dry_run
@@ -178,11 +176,12 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype) if options.dtype is not None else chosen
-        held = _FITS[options.to](cast)
+        written_as = WRITTEN[options.to]
+        held = written_as.fit(cast)
         contents = held.contents
         if not (dry_run or options.lossy):
             refuse_losses(contents, options.to)
-        output = _lay_out(held, options)
+        output = None if written_as.lay_out is None else written_as.lay_out(held, options)
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
         if not dry_run:
@@ -190,7 +189,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         if output is not None:
             names, written = _write(output, options, comm)
         else:
-            names, written = ((), 0) if dry_run else _save(contents, options, comm)
+            write = None if dry_run else written_as.write
+            names, written = ((), 0) if write is None else write(held, options, comm)
         assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
@@ -218,7 +218,7 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     )
 
 
-def _transformed(contents: Contents, options: _Options) -> Contents:
+def _transformed(contents: Contents, options: ConvertJob) -> Contents:
     """Returns the contents after all rules, those to the names of the hub last."""
     if options.rules:
         contents = transform(contents, options.rules)
@@ -230,9 +230,9 @@ def _transformed(contents: Contents, options: _Options) -> Contents:
     return transform(contents, hub_rules(options.hub_names, specs))
 
 
-def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _write(output: Output, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
     """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
-    place, written = _local(options.destination), 0
+    place, written = local_destination(options.destination), 0
     if options.dry_run:
         check_free(place, output, overwrite=options.overwrite)
     else:
@@ -240,8 +240,9 @@ def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ..
     return tuple(file.name or Path(options.destination).name for file in output.files), written
 
 
-def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _save(held: FittedContents, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
     """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
+    contents = held.contents
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
     report = _api.save(
         options.destination,
@@ -260,8 +261,8 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
 def _format(destination: str, to: str | None) -> tuple[str, bool]:
     """Returns the format to write, and whether it is a directory."""
     suffix = Path(destination).suffix
-    kind = to or _SUFFIXES.get(suffix, "treeckpt")
-    if kind not in FORMATS:
+    kind = to or next((one.name for one in WRITTEN.values() if suffix in one.suffixes), "treeckpt")
+    if kind not in WRITTEN:
         raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind!r}")
     return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
 
@@ -293,7 +294,8 @@ def _bytes(size: int | str, name: str) -> int:
     return number
 
 
-def _local(destination: str) -> Path:
+def local_destination(destination: str) -> Path:
+    """Returns the local path of a destination; refuses a URL."""
     check_path(destination)
     scheme, separator, rest = destination.partition("://")
     if separator and scheme != "file":
@@ -310,31 +312,59 @@ def _local(destination: str) -> Path:
     return Path(rest if separator else destination).absolute()
 
 
-def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
+def _read_of(chosen: Contents, held: Contents, options: ConvertJob) -> list[choosing.ContentsLeaf]:
     """Returns the leaves that are not lost, with their paths in the source."""
     lost = {finding.path for finding in held.findings if finding.lost}
     above = f"{options.subtree}/" if options.subtree else ""
     return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
-_FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "treeckpt": fit_treeckpt}
+class WrittenFormat(msgspec.Struct, frozen=True):
+    """How a format is written."""
+
+    name: str
+    fit: Callable[[Contents], FittedContents]
+    """Returns the part of the contents that the format holds."""
+    lay_out: Callable[[FittedContents, ConvertJob], Output] | None = None
+    """Returns the files to write; None where `write` writes them."""
+    write: Callable[[FittedContents, ConvertJob, Comm], tuple[tuple[str, ...], int]] | None = None
+    """Writes everything; returns the names of the files, and the bytes that this rank wrote."""
+    suffixes: tuple[str, ...] = ()
+    """The ends of the names of destinations that are of this format."""
 
 
-def _lay_out(held: FittedContents, options: _Options) -> Output | None:
-    """Returns the files to write; None for a checkpoint of ours, which a save writes."""
-    if options.to == "torch":
-        from ._torch_write import lay_out_torch
+WRITTEN: dict[str, WrittenFormat] = {}
+"""The formats that can be written, by name."""
+FORMATS: list[str] = []
+"""Formats that can be written; `register` adds its own."""
 
-        return lay_out_torch(held)
-    if options.to == "dcp":
-        from ._torch_write import lay_out_dcp
 
-        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD_NBYTES)
-    if options.to == "safetensors":
-        return lay_out_safetensors(
-            held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES
-        )
-    return None
+def add_written(written: WrittenFormat) -> None:
+    """Registers a format that can be written."""
+    WRITTEN[written.name] = written
+    FORMATS[:] = WRITTEN
+
+
+def _lay_out_torch(held: FittedContents, options: ConvertJob) -> Output:
+    from ._torch_write import lay_out_torch
+
+    return lay_out_torch(held)
+
+
+def _lay_out_dcp(held: FittedContents, options: ConvertJob) -> Output:
+    from ._torch_write import lay_out_dcp
+
+    return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD_NBYTES)
+
+
+def _lay_out_safetensors(held: FittedContents, options: ConvertJob) -> Output:
+    return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES)
+
+
+add_written(WrittenFormat("treeckpt", fit_treeckpt, write=_save))
+add_written(WrittenFormat("torch", fit_torch, _lay_out_torch, suffixes=(".pt", ".pth", ".bin", ".ckpt")))
+add_written(WrittenFormat("dcp", fit_dcp, _lay_out_dcp))
+add_written(WrittenFormat("safetensors", fit_safetensors, _lay_out_safetensors, suffixes=(".safetensors",)))
 
 
 def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:

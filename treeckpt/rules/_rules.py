@@ -421,10 +421,12 @@ class Dequantize(ArrayRule, frozen=True, tag="dequantize"):
 
 _SCALES = (("", "_scale_inv"), ("", "_scale"), ("weight", "scale"))
 """The ends of the names of arrays and of their scales, as checkpoints on a hub have them."""
+_CODED = (("weight", "SCB"), ("", ".absmax"), ("", "_zero_point"), ("weight", "zeros"))
+"""Those of arrays beside which there is more than a factor: the library that wrote them alone knows their values."""
 
 
 def check_scaled(path: str, dtypes: tuple[str, str], names: Container[str], *, at: str = "") -> None:
-    """Refuses a cast that would take float8 elements without the scales that are beside them.
+    """Refuses a cast that would take float8 or 8-bit integer elements without the scales that are beside them.
 
     Args:
         dtypes: the saved one, and the one that is wanted.
@@ -435,11 +437,23 @@ def check_scaled(path: str, dtypes: tuple[str, str], names: Container[str], *, a
         MismatchError: naming the rule that scales them.
     """
     before, after = dtypes
-    if not before.startswith("float8") or after.startswith("float8"):
+    quantized = before.startswith("float8") or (before in ("int8", "uint8") and "float" in after)
+    if not quantized or after.startswith("float8"):
         return
     at = at or path
-    ends = (at.removesuffix(old) + new for old, new in _SCALES if at.endswith(old))
-    if (there := next((name for name in ends if name in names), None)) is None:
+
+    def beside(ends: Sequence[tuple[str, str]]) -> str | None:
+        near = (at.removesuffix(old) + new for old, new in ends if at.endswith(old))
+        return next((name for name in near if name in names), None)
+
+    if (code := beside(_CODED)) is not None:
+        raise MismatchError(
+            path,
+            expected=f"{before} as it is coded by {code} beside it",
+            found=f"a cast to {after} without that",
+            hint="Load it with the library that quantized it; or ask for its own dtype, and for what is beside it",
+        )
+    if (there := beside(_SCALES)) is None:
         return
     cut = max(at.rfind("."), at.rfind("/")) + 1
     star = "*" + at[cut - 1 : cut]

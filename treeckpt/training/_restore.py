@@ -40,7 +40,7 @@ from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
-from ._foreign_states import as_training_state
+from ._foreign_states import as_training_state, named_from_root
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
     Before,
@@ -80,7 +80,6 @@ from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
     RestoreSource,
-    TreeSource,
     check_globs,
     children_of,
     descend,
@@ -222,12 +221,16 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
+        if from_root and targets.optimizer is not None and isinstance(placed, Checkpoint):
+            named, rest = named_from_root(placed, options.rules)
+            if holds_state_dicts(named) and not holds_state_dicts(placed):
+                placed, options = named, msgspec.structs.replace(options, rules=rest)
         model, arranged = collect_entries(targets.model), placed
         if (targets.optimizer is not None and holds_state_dicts(placed)) or lacks_names(placed, model.entries):
             arranged, rules = as_training_state(placed, model, targets.optimizer, options.rules)
             options = msgspec.structs.replace(options, rules=rules)
-        source = open_source(arranged, comm, options, model.entries, from_root=from_root)
-        job = _Restore(source, comm, targets, options, model)
+        source = open_source(arranged, comm, options, model.entries, under=under, from_root=from_root)
+        job = _Restore(source, comm, targets, options, model, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
@@ -247,10 +250,16 @@ class _Restore:
     """One restore on one rank."""
 
     def __init__(
-        self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions, model: ModelEntries
+        self,
+        source: RestoreSource,
+        comm: Comm,
+        targets: RestoreTargets,
+        options: LoadOptions,
+        model: ModelEntries,
+        under: str,
     ) -> None:
         self.began = time.perf_counter()
-        self.source, self.comm, self.targets, self.options = source, comm, targets, options
+        self.source, self.comm, self.targets, self.options, self.under = source, comm, targets, options, under
         self.model = model
         self.entries = self.model.entries
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
@@ -417,8 +426,7 @@ class _Restore:
         if not self.optimizers:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
-            how, in_memory = "training.state(model, optimizer)", isinstance(self.source, TreeSource)
-            raise missing_part("optimizer", how, self.parts, in_memory=in_memory)
+            raise missing_part("optimizer", "training.state(model, optimizer)", self.source)
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
@@ -513,7 +521,7 @@ class _Restore:
         if part in self.parts:
             return True
         if self.options.strict:
-            raise missing_part(part, f"training.state(model, ..., {how})", self.parts)
+            raise missing_part(part, f"training.state(model, ..., {how})", self.source)
         self.missing.append(part)
         return False
 
@@ -583,6 +591,7 @@ class _Restore:
                 reasons=self.reasons,
                 saved=self.source.leaves,
                 lengths=self.lengths,
+                under=self.under,
             ),
         )
 

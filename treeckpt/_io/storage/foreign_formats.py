@@ -6,10 +6,12 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..._core.format.files import is_step_name, parse_file_name
+import msgspec
+
+from ..._core.format.files import is_step_name, parse_file_name, step_of
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError
@@ -22,46 +24,84 @@ PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """The ends of the names that files of torch.save mostly have."""
-HEAD = 9
+HEAD = 64
 """How many first bytes of a file tell its format."""
-_TEXTS = {
-    "torch": "a file of torch.save",
-    "dcp": "a directory of torch.distributed.checkpoint",
-    "hfai": "a directory of hfai.checkpoint",
-    "paddle": "a checkpoint of Paddle",
-    "safetensors": "a safetensors file",
-    "pickle": "a bare pickle, as torch before 1.6 wrote it",
-}
+
+
+class KnownFormat(msgspec.Struct, frozen=True):
+    """How a format of another program is recognised."""
+
+    name: str
+    text: str
+    """What it is called in messages."""
+    directory: Callable[[frozenset[str]], bool] | None = None
+    """Whether a directory is of it, by the names of its files; None where it is a file."""
+    file: Callable[[str, bytes], bool] | None = None
+    """Whether a file is, by its name and its first `HEAD` bytes; None where it is a directory."""
+
+
+_FORMATS: dict[str, KnownFormat] = {}
+"""The formats that are registered, by name, in the order in which they are asked."""
+
+
+def add_format(known: KnownFormat) -> None:
+    """Registers a format: it is asked before those that are there."""
+    others = {name: other for name, other in _FORMATS.items() if name != known.name}
+    _FORMATS.clear()
+    _FORMATS.update({known.name: known, **others})
 
 
 def format_of_names(names: Iterable[str]) -> str | None:
-    """Returns the format of a directory by its file names: "dcp", "hfai", "paddle", "safetensors", or None."""
-    names = set(names)
-    if DCP_METADATA in names:
-        return "dcp"
-    if any(map(HFAI_PART.fullmatch, names)):
-        return "hfai"
-    if any(map(PADDLE_METADATA.fullmatch, names)):
-        return "paddle"
-    if any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names):
-        return "safetensors"
-    return None
+    """Returns the format of a directory by its file names; None for no known one."""
+    names = frozenset(names)
+    found = (known.name for known in _FORMATS.values() if known.directory is not None and known.directory(names))
+    return next(found, None)
 
 
 def format_of_head(name: str, head: bytes) -> str | None:
-    """Returns the format of a file by its name and first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
-    if PADDLE_METADATA.fullmatch(name):
-        return "paddle"
+    """Returns the format of a file by its name and first bytes; None for no known one."""
     if name.endswith(DCP_DATA):  # tensors one after the other, each as a file of torch.save, of which one would be read
         return None
-    # a zip file, as torch.save writes it since torch 1.6
-    if head[:4] == b"PK\3\4":
-        return "torch"
-    # a length of 8 bytes, then JSON
-    if head[8:HEAD] == b"{":
-        return "safetensors"
-    # the opcode that pickles of protocol 2 and later begin with
-    return "pickle" if head[:1] == b"\x80" else None
+    found = (known.name for known in _FORMATS.values() if known.file is not None and known.file(name, head))
+    return next(found, None)
+
+
+def _any_matches(pattern: re.Pattern[str]) -> Callable[[frozenset[str]], bool]:
+    return lambda names: any(map(pattern.fullmatch, names))
+
+
+# those that are asked last come first
+add_format(
+    KnownFormat(
+        "pickle",
+        "a bare pickle, as torch before 1.6 wrote it",
+        # the opcode that pickles of protocol 2 and later begin with
+        file=lambda _, head: head[:1] == b"\x80",
+    )
+)
+add_format(
+    KnownFormat(
+        "safetensors",
+        "a safetensors file",
+        directory=lambda names: any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names),
+        # a length of 8 bytes, then JSON
+        file=lambda _, head: head[8:9] == b"{",
+    )
+)
+# a zip file, as torch.save writes it since torch 1.6
+add_format(KnownFormat("torch", "a file of torch.save", file=lambda _, head: head[:4] == b"PK\3\4"))
+add_format(
+    KnownFormat(
+        "paddle",
+        "a checkpoint of Paddle",
+        directory=_any_matches(PADDLE_METADATA),
+        file=lambda name, _: PADDLE_METADATA.fullmatch(name) is not None,
+    )
+)
+add_format(KnownFormat("hfai", "a directory of hfai.checkpoint", directory=_any_matches(HFAI_PART)))
+add_format(
+    KnownFormat("dcp", "a directory of torch.distributed.checkpoint", directory=lambda names: DCP_METADATA in names)
+)
 
 
 def other_formats(names: Iterable[str], kind: str) -> list[str]:
@@ -103,22 +143,31 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         StoreError: it could not be read, so that this is not known.
     """
     kind, names = (None, None) if "://" in url else format_at(Path(url))
-    if kind is None:
+    if kind is None or INDEX_NAME in (names or ()):
         return None
     if kind == "pickle":
-        return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
-    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _TEXTS[kind]
+        return _FORMATS[kind].text, "Load it with torch, in a place where its code may run, and save it anew"
+    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _FORMATS[kind].text
     unread = other_formats(names or (), kind)
     return found + (f" (not read: {names_text(unread)})" if unread else ""), _as_it_is(url)
 
 
 def refuse_file(path: str) -> None:
-    """Refuses a file in place of a run.
+    """Refuses a file in place of a run, and a path through a link that leads nowhere.
 
     Raises:
-        CheckpointNotFound: naming what the file is.
+        CheckpointNotFound: naming what the file is, or the link.
     """
-    if Path(path).exists() and not Path(path).is_dir():
+    if not Path(path).exists():
+        for place in (Path(path), *Path(path).parents):
+            if place.is_symlink() and not place.exists():
+                raise CheckpointNotFound(
+                    path,
+                    expected="a run, the directory that holds the checkpoints",
+                    found=f"{place}, a link to {os.readlink(place)}, where nothing is",
+                    hint="Mount or make what it leads to; or give the path of the run itself",
+                )
+    elif not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
         expected = "a run, the directory that holds the checkpoints"
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
@@ -151,8 +200,7 @@ def describe_place(url: str) -> tuple[str, str]:
             return "a file of no known format", hint
     except (OSError, StoreError):
         return "none", hint
-    # a step of more than 8 digits has a longer name
-    newest = path / max(steps, key=lambda name: (len(name), name))
+    newest = path / max(steps, key=lambda name: step_of(name) or 0)
     found = f"a run of {count_text(len(steps), 'step')}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
 
