@@ -260,10 +260,8 @@ def test_the_report_counts_what_was_written(tmp_path: Path, capsys: pytest.Captu
 def test_custom_metadata_that_a_format_does_not_hold_is_named(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"w": np.zeros(3)}, custom_metadata={"commit": "1f3a", "metrics": {"loss": 0.5}})
     report = tc.convert.convert(tmp_path / "c", tmp_path / "c.safetensors")
-    assert [str(note) for note in report.notes][-2:] == [
-        "commit: custom metadata becomes no part of it",
-        "metrics: custom metadata becomes no part of it",
-    ]
+    gone = [str(note) for note in report.notes if "custom metadata" in str(note)]
+    assert gone == ["metrics: custom metadata becomes no part of it"], "a text is kept"
     tc.convert.convert(tmp_path / "c", tmp_path / "d")
     assert tc.inspect(tmp_path / "d").metadata == tc.inspect(tmp_path / "c").metadata
 

@@ -39,7 +39,7 @@ from ._format_fit import (
     refuse_losses,
 )
 from ._output import Output, check_free, run_output
-from ._safetensors_write import lay_out_safetensors
+from ._safetensors_write import is_written, lay_out_safetensors
 from ._transform import cast_floats, transform, with_state_dicts
 
 FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
@@ -200,7 +200,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     ]
     if options.to != "treeckpt":
         notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
-        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]
+        gone = [k for k, v in chosen.metadata.items() if options.to != "safetensors" or not is_written(k, v)]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in gone]
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,

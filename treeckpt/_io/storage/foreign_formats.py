@@ -57,8 +57,8 @@ def format_of_head(name: str, head: bytes) -> str | None:
     # a zip file, as torch.save writes it since torch 1.6
     if head[:4] == b"PK\3\4":
         return "torch"
-    # a length of 8 bytes, then JSON
-    if head[8:HEAD] == b"{":
+    # a length of 8 bytes, then JSON, which may begin with spaces
+    if head[8:HEAD] == b"{" or name.endswith(".safetensors"):
         return "safetensors"
     # the opcode that pickles of protocol 2 and later begin with
     return "pickle" if head[:1] == b"\x80" else None
