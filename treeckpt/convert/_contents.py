@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,8 @@ class Contents(msgspec.Struct, frozen=True):
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
+    refused: tuple[RefusedLeaf, ...] = ()
+    """What only its own code could make and is no leaf: a container, or an attribute of one."""
     sidecars: tuple[tuple[str, Callable[[], bytes]], ...] = ()
     """Names of the files that were saved with it, and functions that read them."""
     unread: tuple[str, ...] = ()
@@ -202,7 +204,7 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
 
     Args:
         counted: counts what is read.
-        alone: whether this process reads all of it.
+        alone: whether this process reads all of the arrays that it reads.
 
     Raises:
         CheckpointNotFound, FormatError: as `detect`.
@@ -216,13 +218,13 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
 
 
 class _NativeReader:
-    def __init__(self, checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> None:
-        self.checkpoint, self.refused = checkpoint, refused
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
         self._claims = Claims(checkpoint, whole=True)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
-        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
+        """Returns a leaf, that of a rank under `PerRank`; a `RefusedLeaf` for a value that cannot be decoded."""
         leaf = self.checkpoint.index.entries[number]
         record = leaf.record
         if isinstance(record, AliasRecord):
@@ -242,8 +244,7 @@ class _NativeReader:
         try:
             return decode(value, leaf.path, allow_pickle=False)
         except TreeckptError as error:
-            self.refused.append(RefusedLeaf(leaf.path, error.found))
-            return ...
+            return RefusedLeaf(leaf.path, error.found)
 
     def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
         key = (leaf.number, rank if leaf.ranks is not None else None)
@@ -270,50 +271,38 @@ def _plain_spec(leaf: Leaf) -> ArraySpec:
     return msgspec.structs.replace(leaf.spec, regions=None, device=None)
 
 
-def read_contents(checkpoint: Checkpoint, wanted: LoadOptions) -> Contents:
+def read_contents(checkpoint: Checkpoint) -> Contents:
     """Returns the contents of a checkpoint, with its arrays left in the files.
 
     Of a checkpoint of ours, specs come from the index, and checksums are compared when arrays are read. State that each
-    rank has of its own becomes a dict by rank.
-
-    Args:
-        wanted: what will be kept: objects elsewhere that cannot be read are no error.
+    rank has of its own becomes a dict by rank. A leaf that only its own code could make is a `RefusedLeaf`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        TreeError: a leaf that only its own code could make.
     """
-    refused: list[RefusedLeaf] = []
-    if isinstance(checkpoint, ForeignCheckpoint):
-        read = checkpoint.contents
-        refused += read.refused
-        contents = Contents(
-            read.structure,
-            read.leaves,
-            label=checkpoint.url,
-            sums=checkpoint.sums,
-            format=checkpoint.kind,
-            metadata=read.metadata,
-            unread=read.unread,
-            present=most_nbytes(sum(checkpoint.sizes.values())),
-        )
-    else:
-        contents = _read_native(checkpoint, refused)
-    for leaf in refused:
-        if wanted.selects(leaf.path):
-            raise refusal(leaf, contents.label)
-    return contents
+    if not isinstance(checkpoint, ForeignCheckpoint):
+        return _read_native(checkpoint)
+    read = checkpoint.contents
+    refused = {leaf.path: leaf for leaf in read.refused}
+    leaves = tuple((path, refused.pop(path)) if leaf is ... else (path, leaf) for path, leaf in read.leaves)
+    return Contents(
+        read.structure,
+        leaves,
+        label=checkpoint.url,
+        sums=checkpoint.sums,
+        format=checkpoint.kind,
+        metadata=read.metadata,
+        refused=tuple(refused.values()),
+        unread=read.unread,
+        present=most_nbytes(sum(checkpoint.sizes.values())),
+    )
 
 
-def _read_native(checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> Contents:
-    """Returns the contents of a checkpoint of ours.
-
-    Args:
-        refused: receives values that are pickled, or whose classes are not in this program.
-    """
+def _read_native(checkpoint: Checkpoint) -> Contents:
+    """Returns the contents of a checkpoint of ours."""
     checkpoint.check_against_files()
     index = checkpoint.index
-    structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint, refused).leaf)
+    structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint).leaf)
     return Contents(
         structure,
         leaves,
@@ -401,34 +390,38 @@ def subtree(contents: Contents, root: str) -> Contents:
         path, node = paths[step], node.children[step]
     cut, above = len(root) + 1, root + "/"
     leaves = tuple((path[cut:], leaf) for path, leaf in contents.leaves if f"{path}/".startswith(above))
-    inside = [finding for finding in contents.findings if f"{finding.path}/".startswith(above)]
-    findings = tuple(msgspec.structs.replace(finding, path=finding.path[cut:]) for finding in inside)
-    return msgspec.structs.replace(contents, structure=node, leaves=leaves, findings=findings)
+    findings, refused = (
+        tuple(msgspec.structs.replace(one, path=one.path[cut:]) for one in noted if f"{one.path}/".startswith(above))
+        for noted in (contents.findings, contents.refused)
+    )
+    return msgspec.structs.replace(contents, structure=node, leaves=leaves, findings=findings, refused=refused)
 
 
-def select(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Keeps only the leaves that globs match, and those below paths that they name; all without globs.
+def choose(contents: Contents, wanted: LoadOptions) -> Contents:
+    """Keeps the leaves that are wanted; an element of a sequence that is not, and cannot be read, becomes None.
 
     Raises:
-        MismatchError: a glob names nothing.
+        MismatchError: a glob of `select` names nothing.
+        TreeError: a leaf is wanted that only its own code could make.
     """
-    if not globs:
+    if wanted.exclude:
+        left_out = Globs(wanted.exclude)
+        contents = _kept(contents, lambda path: not left_out.match(path))
+    if wanted.select:
+        chosen = Globs(wanted.select)
+        for glob in chosen.unused([path for path, _ in contents.leaves]):
+            raise MismatchError(
+                f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
+            )
+        contents = _kept(contents, chosen.match)
+    unread = {path: leaf for path, leaf in contents.leaves if isinstance(leaf, RefusedLeaf)}
+    for path, leaf in (*unread.items(), *((leaf.path, leaf) for leaf in contents.refused)):
+        if wanted.selects(path):
+            raise refusal(msgspec.structs.replace(leaf, path=path), contents.label)
+    if not unread:
         return contents
-    chosen = Globs(globs)
-    for glob in chosen.unused([path for path, _ in contents.leaves]):
-        raise MismatchError(
-            f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
-        )
-    return _kept(contents, chosen.match)
-
-
-def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Removes the leaves that globs match; an element of a sequence that cannot be read becomes None."""
-    left_out = Globs(globs)
-    kept = _kept(contents, lambda path: not left_out.match(path))
-    unread = [path for path, leaf in kept.leaves if leaf is ...]
     gone = [Finding(path, "sequences without gaps", "what cannot be read", "None") for path in unread]
-    kept = map_leaves(kept, lambda _, leaf: None if leaf is ... else leaf)
+    kept = map_leaves(contents, lambda path, leaf: None if path in unread else leaf)
     return msgspec.structs.replace(kept, findings=(*kept.findings, *gone))
 
 

@@ -136,10 +136,10 @@ def convert(
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
-            code; as an element of a list or tuple it becomes None, so that the others stay where they are.
-        subtree: a path: what is below it is the tree, and its names begin there.
-        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
+        select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
+            without running code; as an element of a sequence it becomes None, so that the others stay where they are.
+        subtree: a path: what is below it is the tree. All names begin there, those of select and of rules too.
+        rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
@@ -165,15 +165,12 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     dry_run = options.dry_run
-    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
-    checkpoint = open_source(source, counted, alone=comm.size == 1)
+    # a rule may leave out a part of what an entry of an archive holds: its checksum needs all of it
+    alone = comm.size == 1 and not options.rules and options.hub_names is None
+    checkpoint = open_source(source, counted, alone=alone)
     with contextlib.closing(checkpoint.store):
-        # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
-        kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
-        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
-        check_source(chosen)
-        chosen = _transformed(chosen, options)
-        if comm.size == 1 and not dry_run:
+        chosen = _chosen(choosing.subtree(read_contents(checkpoint), options.subtree), options)
+        if alone and not dry_run:
             counted.expect(partial(read_nbytes, chosen, options.to))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
@@ -186,7 +183,9 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
         if not dry_run:
-            chosen.sums.check(_read_of(chosen, contents, options), comm, options.destination)
+            lost = {finding.path for finding in contents.findings if finding.lost}
+            read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
+            chosen.sums.check(read, comm, options.destination)
         if output is not None:
             names, written = _write(output, options, comm)
         else:
@@ -219,10 +218,16 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     )
 
 
-def _transformed(contents: Contents, options: _Options) -> Contents:
-    """Returns the contents after all rules, those to the names of the hub last."""
+def _chosen(contents: Contents, options: _Options) -> Contents:
+    """Returns the contents after the rules, of which the wanted leaves are kept; names of the hub come last."""
+    wanted = LoadOptions(options.select or None, exclude=options.exclude or None)
     if options.rules:
-        contents = transform(contents, options.rules)
+        # before the rules: what they make is in no file
+        check_source(contents)
+        contents = choosing.choose(transform(contents, options.rules), wanted)
+    else:
+        contents = choosing.choose(contents, wanted)
+        check_source(contents)
     if options.hub_names is None:
         return contents
     from ..integrations.transformers import hub_rules
@@ -309,13 +314,6 @@ def _local(destination: str) -> Path:
             "destination", expected="a path that is text", found=f"{destination!r:.200}", hint="Rename it"
         )
     return Path(rest if separator else destination).absolute()
-
-
-def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
-    """Returns the leaves that are not lost, with their paths in the source."""
-    lost = {finding.path for finding in held.findings if finding.lost}
-    above = f"{options.subtree}/" if options.subtree else ""
-    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
 
 
 _FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "treeckpt": fit_treeckpt}
