@@ -38,11 +38,11 @@ from .._core.tree.structure import (
     keys_of,
 )
 from .._foreign.checksums import ArchiveChecksums
-from .._foreign.files import FOREIGN, elements_of, foreign_at, new_address, strided_array
+from .._foreign.files import FOREIGN, elements_of, foreign_at, new_address, store_window, strided_array
 from .._foreign.foreign_checkpoint import ForeignCheckpoint, most_nbytes
 from .._foreign.pickle_values import RefusedLeaf, refusal
 from .._io.storage.checkpoint import Checkpoint, read_sidecar
-from .._io.storage.foreign_formats import HEAD, format_of_head
+from .._io.storage.foreign_formats import HEAD, format_of_head, is_of_format, sidecar_names
 from .._io.storage.local_files import read_head
 from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import Store
@@ -283,6 +283,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     if not isinstance(checkpoint, ForeignCheckpoint):
         return _read_native(checkpoint)
     read = checkpoint.contents
+    sidecars = [] if checkpoint.is_file else sidecar_names(checkpoint.sizes)
+    others = [name for name in checkpoint.sizes if name not in sidecars and not is_of_format(name) and name[0] != "."]
     refused = {leaf.path: leaf for leaf in read.refused}
     leaves = tuple((path, refused.pop(path)) if leaf is ... else (path, leaf) for path, leaf in read.leaves)
     return Contents(
@@ -293,9 +295,16 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         format=checkpoint.kind,
         metadata=read.metadata,
         refused=tuple(refused.values()),
-        unread=read.unread,
+        sidecars=tuple((name, partial(_content, checkpoint.store, name)) for name in sidecars),
+        unread=(*read.unread, *(() if checkpoint.is_file else others)),
         present=most_nbytes(sum(checkpoint.sizes.values())),
     )
+
+
+def _content(store: Store, name: str) -> bytes:
+    """Returns the content of a file that another program wrote."""
+    window = store_window(store, name)
+    return window.read(0, window.size).tobytes()
 
 
 def _read_native(checkpoint: Checkpoint) -> Contents:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,6 +18,7 @@ from .._arrays.base import LazyArray
 from .._core.format.files import step_of
 from .._core.tree.paths import Selection, globs_of
 from .._io.comm.comm import Comm, as_comm
+from .._io.storage.foreign_formats import format_of_names
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores, OnBytesRead
@@ -38,7 +40,7 @@ from ._format_fit import (
     read_nbytes,
     refuse_losses,
 )
-from ._output import Output, check_free, run_output
+from ._output import Output, OutputFile, check_free, run_output
 from ._safetensors_write import is_written, lay_out_safetensors
 from ._transform import cast_floats, transform, with_state_dicts
 
@@ -128,6 +130,8 @@ def convert(
     >>> tc.convert.convert("run/step_00000100", "new.pt").leaves
     3
 
+    Sidecar files (config.json, a tokenizer) come along: into a directory, or beside a file.
+
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
         destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
@@ -143,7 +147,7 @@ def convert(
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
-        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        overwrite: replaces a file, and sidecar files beside it, or a checkpoint of ours; other directories never.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
 
@@ -151,7 +155,7 @@ def convert(
         CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
-        CheckpointExists: there is something at the destination.
+        CheckpointExists: there is something at the destination, or another sidecar file beside it.
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
@@ -170,6 +174,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     checkpoint = open_source(source, counted, alone=alone)
     with contextlib.closing(checkpoint.store):
         chosen = _chosen(choosing.subtree(read_contents(checkpoint), options.subtree), options)
+        # a save takes these from rank 0 alone; all ranks lay out the files of other formats
+        sidecars = {name: read() for name, read in chosen.sidecars} if options.to != "treeckpt" or not comm.rank else {}
         if alone and not dry_run:
             counted.expect(partial(read_nbytes, chosen, options.to))
         if options.to in ("torch", "dcp"):
@@ -182,6 +188,10 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         output = _lay_out(held, options)
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
+        left = () if output is None else _misplaced(output, sidecars)
+        if output is not None:
+            files = [OutputFile(name, len(data), ((0, data),)) for name, data in sidecars.items() if name not in left]
+            output = msgspec.structs.replace(output, files=(*output.files, *files))
         if not dry_run:
             lost = {finding.path for finding in contents.findings if finding.lost}
             read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
@@ -189,18 +199,11 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         if output is not None:
             names, written = _write(output, options, comm)
         else:
-            names, written = ((), 0) if dry_run else _save(contents, options, comm)
+            names, written = ((), 0) if dry_run else _save(contents, sidecars, options, comm)
         assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
-    notes = [finding for finding in contents.findings if not finding.lost]
-    notes += [
-        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in chosen.unread
-    ]
-    if options.to != "treeckpt":
-        notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
-        gone = [k for k, v in chosen.metadata.items() if options.to != "safetensors" or not is_written(k, v)]
-        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in gone]
+    notes = tuple(finding for finding in contents.findings if not finding.lost)
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,
@@ -211,11 +214,29 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         nbytes=sum(leaf.nbytes for leaf in arrays),
         files=names,
         written_nbytes=written,
-        notes=tuple(notes),
+        notes=(*notes, *_left_behind(chosen, left, options.to)),
         losses=losses,
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _left_behind(source: Contents, sidecars: Iterable[str], to: str) -> list[Finding]:
+    """Returns what of a source is no part of what is written: files, and custom metadata.
+
+    Args:
+        sidecars: the names of its sidecar files that have no place there.
+    """
+    notes = [
+        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in source.unread
+    ]
+    notes += [
+        Finding(name, "other names", "a sidecar file with a name of the format", "no part of it") for name in sidecars
+    ]
+    if to != "treeckpt":
+        gone = [key for key, value in source.metadata.items() if to != "safetensors" or not is_written(key, value)]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in gone]
+    return notes
 
 
 def _chosen(contents: Contents, options: _Options) -> Contents:
@@ -236,6 +257,14 @@ def _chosen(contents: Contents, options: _Options) -> Contents:
     return transform(contents, hub_rules(options.hub_names, specs))
 
 
+def _misplaced(output: Output, sidecars: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Returns the names of sidecar files that cannot lie beside the files of a format, whose names they have."""
+    names = [file.name for file in output.files]
+    kind = format_of_names(names)
+    taken = {name.lower() for name in names}
+    return tuple(name for name in sidecars if name.lower() in taken or format_of_names([*names, name]) != kind)
+
+
 def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
     """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
     place, written = _local(options.destination), 0
@@ -246,7 +275,9 @@ def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ..
     return tuple(file.name or Path(options.destination).name for file in output.files), written
 
 
-def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _save(
+    contents: Contents, sidecars: Mapping[str, bytes], options: _Options, comm: Comm
+) -> tuple[tuple[str, ...], int]:
     """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
     report = _api.save(
@@ -255,8 +286,7 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
         step=contents.step if step is None else step,
         comm=comm,
         custom_metadata=contents.metadata,
-        # a save takes these from rank 0 alone
-        files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
+        files=sidecars or None,
         overwrite=options.overwrite,
         max_shard_bytes=options.max_shard_size,
     )
