@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores
 from .._loading.match import Claims, LoadOptions
-from .._loading.read_batch import read_region
+from .._loading.read_batch import read_arrays, read_region
 from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
 
 Source = str | os.PathLike[str] | Store
@@ -217,6 +218,64 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
     return Checkpoint(counted(open_store(path)))
 
 
+SMALL_NBYTES = 64 << 10
+"""Bytes of an array, at most, that is read together with others."""
+GROUP_NBYTES = 1 << 20
+"""Bytes of arrays that are read together, at most."""
+
+
+class SavedArray(LazyArray):
+    """An array of a checkpoint of ours that no rank has for itself."""
+
+    __slots__ = ("checkpoint", "leaf")
+
+    def __init__(self, checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec, storage: Storage | None) -> None:
+        super().__init__(spec, partial(read_region, checkpoint, leaf), storage)
+        self.checkpoint, self.leaf = checkpoint, leaf
+
+    def take(self, group: _Group, number: int) -> None:
+        """Reads it from a group from now on."""
+        self._read = partial(group.read, number)
+
+
+class _Group:
+    """Small arrays that are read together when the first one is read, and forgotten when each was read once."""
+
+    def __init__(self, arrays: Sequence[SavedArray]) -> None:
+        self._arrays = arrays
+        self._found: list[np.ndarray | None] = []
+        self._left = 0
+        self._lock = threading.Lock()
+        for number, array in enumerate(arrays):
+            array.take(self, number)
+
+    def read(self, number: int, region: Region) -> np.ndarray:
+        with self._lock:
+            if not self._left:
+                self._found = [*read_arrays(self._arrays[0].checkpoint, [array.leaf for array in self._arrays])]
+                self._left = len(self._arrays)
+            data, self._found[number] = self._found[number], None
+            self._left -= data is not None
+        if data is None:  # it was read before
+            array = self._arrays[number]
+            return read_region(array.checkpoint, array.leaf, region)
+        return data[region.slices()]
+
+
+def read_together(leaves: Iterable[ContentsLeaf]) -> None:
+    """Has small arrays of a checkpoint of ours read many at a time; the leaves are read in their order, each once."""
+    arrays = dict.fromkeys(leaf for _, leaf in leaves if isinstance(leaf, SavedArray) and leaf.nbytes <= SMALL_NBYTES)
+    group: list[SavedArray] = []
+    left = GROUP_NBYTES
+    for array in arrays:
+        if array.nbytes > left:
+            _Group(group)
+            group, left = [], GROUP_NBYTES
+        group.append(array)
+        left -= array.nbytes
+    _Group(group)
+
+
 class _NativeReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -252,8 +311,11 @@ class _NativeReader:
             spec = _plain_spec(leaf)
             nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             storage = Storage(new_address(nbytes), nbytes, None) if nbytes else None
-            read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
-            self._bases[key] = LazyArray(spec, read, storage)
+            if leaf.ranks is None:
+                self._bases[key] = SavedArray(self.checkpoint, leaf, spec, storage)
+            else:
+                read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
+                self._bases[key] = LazyArray(spec, read, storage)
         return self._bases[key]
 
     def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:

@@ -18,6 +18,7 @@ from .._arrays.base import LazyArray
 from .._core.format.files import step_of
 from .._core.tree.paths import Selection, globs_of
 from .._io.comm.comm import Comm, as_comm
+from .._io.public_calls import gc_paused
 from .._io.storage.foreign_formats import format_of_names
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
@@ -159,10 +160,11 @@ def convert(
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
-    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
+    chosen = (globs_of(select) or (), globs_of(exclude, "exclude") or ())
+    tree = (*chosen, subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
-    return _convert(source, options, as_comm(comm), CountedStores(on_read))
+    with gc_paused():
+        return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
 def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
@@ -196,6 +198,8 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
             lost = {finding.path for finding in contents.findings if finding.lost}
             read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
             chosen.sums.check(read, comm, options.destination)
+            if comm.size == 1:
+                choosing.read_together(read)
         if output is not None:
             names, written = _write(output, options, comm)
         else:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -190,11 +190,10 @@ class _NewFiles:
                 self.cleanup.callback(os.close, _lock(self.place))  # so that it is not taken for litter
             for file in self.output.files:
                 # before any rank begins: a part's checksum goes into the middle of what is literal
-                with self._path(file).open("wb") as made:
+                with self._path(file).open("wb", buffering=0) as made:
                     made.truncate(file.nbytes)
                     for start, data in file.literals:
-                        made.seek(start)
-                        made.write(data)
+                        _pwrite(made.fileno(), memoryview(data), start)
         return Conclusion(self.place.name, last=False)
 
     def write(self, parts: Sequence[OutputPart], tile: int, *, every_file: bool) -> bytes:
@@ -209,7 +208,7 @@ class _NewFiles:
             for number in numbers:
                 fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | BINARY)
                 stack.callback(os.close, fds[number])
-            jobs = [pool.submit(write_part, fds[part.file], part, tile) for part in parts]
+            jobs = [pool.submit(_write_parts, fds, group, tile) for group in _together(parts, tile)]
             try:
                 for job in jobs:
                     job.result()
@@ -240,6 +239,24 @@ class _NewFiles:
             undo.pop_all()
             sync_directory(self.destination.parent)
         return Conclusion(None)
+
+
+def _together(parts: Sequence[OutputPart], nbytes: int) -> list[list[OutputPart]]:
+    """Returns the parts in groups of at most so many bytes, each for one call of a thread; a larger part alone."""
+    groups: list[list[OutputPart]] = []
+    left = 0
+    for part in parts:
+        if part.nbytes > left:
+            groups.append([])
+            left = nbytes
+        groups[-1].append(part)
+        left -= part.nbytes
+    return groups
+
+
+def _write_parts(fds: Mapping[int, int], parts: Sequence[OutputPart], tile: int) -> None:
+    for part in parts:
+        write_part(fds[part.file], part, tile)
 
 
 def write_part(fd: int, part: OutputPart, tile: int) -> None:

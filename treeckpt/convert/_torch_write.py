@@ -220,15 +220,16 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
             literals.append((position, data))
         position += nbytes
     directory = position
+    records: list[bytes] = []
     crcs: dict[str, tuple[int, int]] = {}
     for text, head, nbytes, crc in heads:
         name, extra = text.encode(), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, head)
         record = b"PK\1\2" + _common(name, crc, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF) + name + extra
         crcs[text] = head + 14, position + 16
-        literals.append((position, record))
+        records.append(record)
         position += len(record)
-    literals.append((position, _end(len(entries), directory, position)))
-    return ZipLayout(position + len(literals[-1][1]), tuple(literals), starts, crcs)
+    end = b"".join((*records, _end(len(entries), directory, position)))
+    return ZipLayout(directory + len(end), (*literals, (directory, end)), starts, crcs)
 
 
 def _common(name: bytes, crc: int, extra: bytes) -> bytes:
