@@ -106,6 +106,18 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
+def crc_places(window: FileRange, start: int) -> list[int]:
+    """Returns the two places of the CRC-32 of the entry of an archive whose contents begin at byte `start`."""
+    reader: Any = _RangeFile(window)
+    with zipfile.ZipFile(reader) as archive:
+        place = archive.start_dir
+        for info in archive.infolist():
+            if _contents(window, info).start - window.start == start:
+                return [info.header_offset + 14, place + 16]
+            place += 46 + sum(struct.unpack("<HHH", window.read(place + 28, 6).tobytes()))
+    return []
+
+
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
