@@ -39,7 +39,7 @@ from .files import (
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
 from .safetensors_read import read_safetensors
-from .torch_read import crc_places, read_torch
+from .torch_read import entry_places, read_torch
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
@@ -71,12 +71,15 @@ SMALL_NBYTES = 64 << 10
 
 
 class ChunkForm(msgspec.Struct, frozen=True):
-    """What the archives of chunks of one shape and dtype have in common: all but the elements and their CRC-32."""
+    """What the archives of chunks of one shape and dtype have in common: all but the contents of entries like storages.
+
+    The pickle and the byte order are among it: an archive that has it holds an array of the same spec.
+    """
 
     fixed: tuple[tuple[int, bytes], ...]
     """The bytes that are equal, with their places in the archive."""
-    crcs: tuple[int, int]
-    """The two places of the CRC-32."""
+    crc: int
+    """The place of the CRC-32 of the elements."""
     start: int
     nbytes: int
     """The place and the number of the bytes of the elements."""
@@ -86,11 +89,10 @@ class ChunkForm(msgspec.Struct, frozen=True):
     def chunk(self, window: FileRange, sums: ArchiveChecksums) -> LazyArray | None:
         """Returns the array in an archive; None where the archive is another one."""
         data = window.read(0, window.size).tobytes()
-        first, second = (data[place : place + 4] for place in self.crcs)
-        if first != second or any(data[place : place + len(part)] != part for place, part in self.fixed):
+        if any(data[place : place + len(part)] != part for place, part in self.fixed):
             return None
         elements = window.within(self.start, self.nbytes)
-        entry = sums.sum_of(elements, int.from_bytes(first, "little"), self.name)
+        entry = sums.sum_of(elements, int.from_bytes(data[self.crc : self.crc + 4], "little"), self.name)
         entry.is_storage = True
         flat = flat_of(entry.read, dtype_of(self.spec.dtype).itemsize)
         return strided_array(self.spec, flat, 0, None, entry.address, window=elements)
@@ -101,14 +103,19 @@ def form_of(window: FileRange, chunk: LazyArray, sums: ArchiveChecksums) -> Chun
     elements, entry = range_of(chunk), sums.note("", chunk)
     if elements is None or entry is None or (entry.window.start, entry.window.size) != (elements.start, elements.size):
         return None
-    start = elements.start - window.start
-    places = crc_places(window, start)
+    start, crc = elements.start - window.start, 0
+    free: list[tuple[int, int]] = []
+    for place in entry_places(window):
+        if not place.is_read:
+            free += [(place.start, place.nbytes), *((one, 4) for one in (place.crc, *place.copies))]
+        if place.start == start and place.nbytes == elements.size:
+            crc = place.crc
     data, fixed, reached = window.read(0, window.size).tobytes(), list[tuple[int, bytes]](), 0
-    for gap, size in sorted([(start, elements.size), *((place, 4) for place in places)]):
+    for gap, size in sorted(free):
         fixed.append((reached, data[reached:gap]))
         reached = gap + size
     fixed.append((reached, data[reached:]))
-    return ChunkForm(tuple(fixed), (places[0], places[1]), start, elements.size, entry.name, chunk.spec)
+    return ChunkForm(tuple(fixed), crc, start, elements.size, entry.name, chunk.spec)
 
 
 class DcpDirectory:

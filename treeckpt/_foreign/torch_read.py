@@ -106,18 +106,38 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
-def crc_places(window: FileRange, start: int) -> list[int]:
-    """Returns the two places of the CRC-32 of the entry of an archive whose contents begin at byte `start`."""
+class EntryPlace(msgspec.Struct, frozen=True):
+    """Where an entry lies in its archive."""
+
+    start: int
+    nbytes: int
+    crc: int
+    """The place of the CRC-32 of its contents in the directory of the archive."""
+    copies: tuple[int, ...]
+    """The places of other copies of it, which no reader looks at."""
+    is_read: bool
+    """Whether its contents say what the arrays are."""
+
+
+def entry_places(window: FileRange) -> list[EntryPlace]:
+    """Returns where the entries of an archive lie, of which `find_entries` has found nothing wrong."""
     reader: Any = _RangeFile(window)
+    found: list[EntryPlace] = []
     with zipfile.ZipFile(reader) as archive:
-        place = archive.start_dir
+        record = archive.start_dir
         for info in archive.infolist():
-            if _contents(window, info).start - window.start == start:
-                return [info.header_offset + 14, place + 16]
-            place += 46 + sum(struct.unpack("<HHH", window.read(place + 28, 6).tobytes()))
-    return []
+            contents = _contents(window, info)
+            start, stop = contents.start - window.start, contents.start - window.start + contents.size
+            # in the header, and behind the contents where they were written before it was known
+            copies = (info.header_offset + 14, *((stop + 4,) if info.flag_bits & 8 else ()))
+            is_read = info.filename.endswith(_READ_ENTRIES)
+            found.append(EntryPlace(start, contents.size, record + 16, copies, is_read))
+            record += 46 + sum(struct.unpack("<HHH", window.read(record + 28, 6).tobytes()))
+    return found
 
 
+_READ_ENTRIES = ("/data.pkl", "/byteorder")
+"""The ends of the names of the entries that are read to find the arrays in others."""
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
