@@ -377,7 +377,7 @@ class _PickleMachine:
                 break
             at = first + size
             budget.nbytes = before + at
-            execute(self, data[first:at])
+            execute(self, data[first:at] if size else b"")
             steps += 1
         stream.skip(at - start)
         return steps
@@ -405,8 +405,12 @@ class _PickleMachine:
         if count is None:
             items, self.stack = self.stack, self.marks.pop()
             return items
-        items = [self.stack.pop() for _ in range(count)]
-        return items[::-1]
+        kept = len(self.stack) - count
+        if kept < 0:
+            raise IndexError("pop from empty list")
+        items = self.stack[kept:]
+        del self.stack[kept:]
+        return items
 
     def _move(self, name: str, argument: Any) -> None:
         """Executes an instruction of the stack, the marks or the memo."""
