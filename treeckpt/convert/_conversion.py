@@ -131,11 +131,10 @@ def convert(
     >>> tc.convert.convert("run/step_00000100", "new.pt").leaves
     3
 
-    Sidecar files (config.json, a tokenizer) come along: into a directory, or beside a file.
-
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
-        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole, with the
+            sidecar files (config.json, a tokenizer) in the directory, or beside the file.
         to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
         dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
@@ -160,13 +159,12 @@ def convert(
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    chosen = (globs_of(select) or (), globs_of(exclude, "exclude") or ())
-    tree = (*chosen, subtree, as_rules(rename, transforms), hub_names)
+    tree = (globs_of(select) or (), globs_of(exclude, "exclude") or (), subtree, as_rules(rename, transforms), hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
-    with gc_paused():
-        return _convert(source, options, as_comm(comm), CountedStores(on_read))
+    return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
+@gc_paused()
 def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
