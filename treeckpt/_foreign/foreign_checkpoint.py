@@ -109,6 +109,8 @@ class ForeignCheckpoint(Checkpoint):
     def __init__(self, store: ForeignStore, *, alone: bool = False) -> None:
         super().__init__(store)
         self._files, self.kind, self.url = store, store.kind, store.label
+        self.is_file = bool(store.file)
+        """Whether one file of its directory is meant."""
         self.sums = ArchiveChecksums(alone=alone)
 
     @cached_property

@@ -11,6 +11,7 @@ hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import zipfile
@@ -94,15 +95,40 @@ def find_entries(window: FileRange) -> dict[str, ZipEntry]:
         ) from error
     if len(infos) > MAX_ENTRIES:
         raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
-    return {info.filename: ZipEntry(_contents(window, info), info.CRC) for info in infos}
+    heads = _Heads(window)
+    return {info.filename: ZipEntry(_contents(heads, info), info.CRC) for info in infos}
 
 
-def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
+NEAR_NBYTES = 16 << 10
+"""Bytes between the beginnings of two entries, at most, for which others behind them are read along."""
+HEADS_NBYTES = 256 << 10
+"""Bytes that are read at a time where entries are small."""
+
+
+class _Heads:
+    """Reads what precedes the contents of entries, many at a time where they lie close together."""
+
+    def __init__(self, window: FileRange) -> None:
+        self.window = window
+        self._block, self._first, self._last = b"", 0, -NEAR_NBYTES
+
+    def read(self, at: int) -> bytes:
+        """Returns the 30 bytes of a head."""
+        if not self._first <= at <= self._first + len(self._block) - 30:
+            near = 0 <= at - self._last <= NEAR_NBYTES
+            size = min(HEADS_NBYTES, self.window.size - at) if near else 30
+            self._block, self._first = self.window.read(at, max(size, 30)).tobytes(), at
+        self._last = at
+        return self._block[at - self._first : at - self._first + 30]
+
+
+def _contents(heads: _Heads, info: zipfile.ZipInfo) -> FileRange:
+    window = heads.window
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
         raise FormatError(
             window.label, expected="entries that are stored as they are", found=f"{info.filename[:80]!r}, packed"
         )
-    head = window.read(info.header_offset, 30).tobytes()
+    head = heads.read(info.header_offset)
     if head[:4] != b"PK\3\4":
         raise CorruptError(window.label, expected=f"entry {info.filename[:80]!r}", found="no such entry at its place")
     # torch pads the extra field here, to align the data; the directory has another length
@@ -110,6 +136,38 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
+class EntryPlace(msgspec.Struct, frozen=True):
+    """Where an entry lies in its archive."""
+
+    start: int
+    nbytes: int
+    crc: int
+    """The place of the CRC-32 of its contents in the directory of the archive."""
+    copies: tuple[int, ...]
+    """The places of other copies of it, which no reader looks at."""
+    is_read: bool
+    """Whether its contents say what the arrays are."""
+
+
+def entry_places(window: FileRange) -> list[EntryPlace]:
+    """Returns where the entries of an archive lie, of which `find_entries` has found nothing wrong."""
+    reader: Any = _RangeFile(window)
+    heads, found = _Heads(window), list[EntryPlace]()
+    with zipfile.ZipFile(reader) as archive:
+        record = archive.start_dir
+        for info in archive.infolist():
+            contents = _contents(heads, info)
+            start, stop = contents.start - window.start, contents.start - window.start + contents.size
+            # in the header, and behind the contents where they were written before it was known
+            copies = (info.header_offset + 14, *((stop + 4,) if info.flag_bits & 8 else ()))
+            is_read = info.filename.endswith(_READ_ENTRIES)
+            found.append(EntryPlace(start, contents.size, record + 16, copies, is_read))
+            record += 46 + sum(struct.unpack("<HHH", window.read(record + 28, 6).tobytes()))
+    return found
+
+
+_READ_ENTRIES = ("/data.pkl", "/byteorder")
+"""The ends of the names of the entries that are read to find the arrays in others."""
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -219,7 +277,7 @@ def _tensor(
     if 0 not in shape and offset + reach > size:
         raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
     # an expanded tensor is written out in full: more than a row expanded to a batch is refused
-    if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
+    if math.prod(map(float, shape)) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
     flat = flat_of(entry.read, itemsize)

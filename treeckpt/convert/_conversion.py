@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -18,6 +18,8 @@ from .._arrays.base import LazyArray
 from .._core.format.files import step_of
 from .._core.tree.paths import Selection, globs_of
 from .._io.comm.comm import Comm, as_comm
+from .._io.public_calls import gc_paused
+from .._io.storage.foreign_formats import format_of_names
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores, OnBytesRead
@@ -39,8 +41,8 @@ from ._format_fit import (
     read_nbytes,
     refuse_losses,
 )
-from ._output import Output, check_free, run_output
-from ._safetensors_write import lay_out_safetensors
+from ._output import Output, OutputFile, check_free, run_output
+from ._safetensors_write import is_written, lay_out_safetensors
 from ._transform import cast_floats, transform, with_state_dicts
 
 DEFAULT_MEMORY = 64 << 20
@@ -128,20 +130,21 @@ def convert(
 
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
-        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole, with the
+            sidecar files (config.json, a tokenizer) in the directory, or beside the file.
         to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
         dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
         max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
             then, and an index.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
-            code; as an element of a list or tuple it becomes None, so that the others stay where they are.
-        subtree: a path: what is below it is the tree, and its names begin there.
-        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
+        select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
+            without running code; as an element of a sequence it becomes None, so that the others stay where they are.
+        subtree: a path: what is below it is the tree. All names begin there, those of select and of rules too.
+        rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
-        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        overwrite: replaces a file, and sidecar files beside it, or a checkpoint of ours; other directories never.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
 
@@ -149,29 +152,34 @@ def convert(
         CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
-        CheckpointExists: there is something at the destination.
+        CheckpointExists: there is something at the destination, or another sidecar file beside it.
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
-    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
+    tree = (
+        globs_of(select) or (),
+        globs_of(exclude, "exclude") or (),
+        subtree,
+        as_rules(rename, transforms),
+        hub_names,
+    )
     options = ConvertJob(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
+@gc_paused()
 def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     dry_run = options.dry_run
-    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
-    checkpoint = open_source(source, counted, alone=comm.size == 1)
+    # a rule may leave out a part of what an entry of an archive holds: its checksum needs all of it
+    alone = comm.size == 1 and not options.rules and options.hub_names is None
+    checkpoint = open_source(source, counted, alone=alone)
     with contextlib.closing(checkpoint.store):
-        # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
-        kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
-        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
-        check_source(chosen)
-        chosen = _transformed(chosen, options)
-        if comm.size == 1 and not dry_run:
+        chosen = _chosen(choosing.subtree(read_contents(checkpoint), options.subtree), options)
+        # a save takes these from rank 0 alone; all ranks lay out the files of other formats
+        sidecars = {name: read() for name, read in chosen.sidecars} if options.to != "treeckpt" or not comm.rank else {}
+        if alone and not dry_run:
             counted.expect(partial(read_nbytes, chosen, options.to))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
@@ -184,23 +192,25 @@ def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: 
         output = None if written_as.lay_out is None else written_as.lay_out(held, options)
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
+        left = _misplaced(output, sidecars) if output is not None else () if written_as.keeps_files else tuple(sidecars)
+        if output is not None:
+            files = [OutputFile(name, len(data), ((0, data),)) for name, data in sidecars.items() if name not in left]
+            output = msgspec.structs.replace(output, files=(*output.files, *files))
         if not dry_run:
-            chosen.sums.check(_read_of(chosen, contents, options), comm, options.destination)
+            lost = {finding.path for finding in contents.findings if finding.lost}
+            read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
+            chosen.sums.check(read, comm, options.destination)
+            if comm.size == 1:
+                choosing.read_together(read)
         if output is not None:
             names, written = _write(output, options, comm)
         else:
             write = None if dry_run else written_as.write
-            names, written = ((), 0) if write is None else write(held, options, comm)
+            names, written = ((), 0) if write is None else write(held, sidecars, options, comm)
         assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
-    notes = [finding for finding in contents.findings if not finding.lost]
-    notes += [
-        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in chosen.unread
-    ]
-    if options.to != "treeckpt":
-        notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
-        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]
+    notes = tuple(finding for finding in contents.findings if not finding.lost)
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,
@@ -211,23 +221,56 @@ def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: 
         nbytes=sum(leaf.nbytes for leaf in arrays),
         files=names,
         written_nbytes=written,
-        notes=tuple(notes),
+        notes=(*notes, *_left_behind(chosen, left, options.to)),
         losses=losses,
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _transformed(contents: Contents, options: ConvertJob) -> Contents:
-    """Returns the contents after all rules, those to the names of the hub last."""
+def _left_behind(source: Contents, sidecars: Iterable[str], to: str) -> list[Finding]:
+    """Returns what of a source is no part of what is written: files, and custom metadata.
+
+    Args:
+        sidecars: the names of its sidecar files that have no place there.
+    """
+    notes = [
+        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in source.unread
+    ]
+    notes += [
+        Finding(name, "files of the format", "a sidecar file that has no place there", "no part of it")
+        for name in sidecars
+    ]
+    if to != "treeckpt":
+        gone = [key for key, value in source.metadata.items() if to != "safetensors" or not is_written(key, value)]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in gone]
+    return notes
+
+
+def _chosen(contents: Contents, options: ConvertJob) -> Contents:
+    """Returns the contents after the rules, of which the wanted leaves are kept; names of the hub come last."""
+    wanted = LoadOptions(options.select or None, exclude=options.exclude or None)
     if options.rules:
-        contents = transform(contents, options.rules)
+        # before the rules: what they make is in no file
+        check_source(contents)
+        contents = choosing.choose(transform(contents, options.rules), wanted)
+    else:
+        contents = choosing.choose(contents, wanted)
+        check_source(contents)
     if options.hub_names is None:
         return contents
     from ..integrations.transformers import hub_rules
 
     specs = {path: leaf.spec if isinstance(leaf, LazyArray) else None for path, leaf in contents.leaves}
     return transform(contents, hub_rules(options.hub_names, specs))
+
+
+def _misplaced(output: Output, sidecars: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Returns the names of sidecar files that cannot lie beside the files of a format, whose names they have."""
+    names = [file.name for file in output.files]
+    kind = format_of_names(names)
+    taken = {name.lower() for name in names}
+    return tuple(name for name in sidecars if name.lower() in taken or format_of_names([*names, name]) != kind)
 
 
 def _write(output: Output, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
@@ -240,7 +283,9 @@ def _write(output: Output, options: ConvertJob, comm: Comm) -> tuple[tuple[str, 
     return tuple(file.name or Path(options.destination).name for file in output.files), written
 
 
-def _save(held: FittedContents, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _save(
+    held: FittedContents, sidecars: Mapping[str, bytes], options: ConvertJob, comm: Comm
+) -> tuple[tuple[str, ...], int]:
     """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
     contents = held.contents
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
@@ -250,8 +295,7 @@ def _save(held: FittedContents, options: ConvertJob, comm: Comm) -> tuple[tuple[
         step=contents.step if step is None else step,
         comm=comm,
         custom_metadata=contents.metadata,
-        # a save takes these from rank 0 alone
-        files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
+        files=sidecars or None,
         overwrite=options.overwrite,
         max_shard_bytes=options.max_shard_size,
     )
@@ -312,13 +356,6 @@ def local_destination(destination: str) -> Path:
     return Path(rest if separator else destination).absolute()
 
 
-def _read_of(chosen: Contents, held: Contents, options: ConvertJob) -> list[choosing.ContentsLeaf]:
-    """Returns the leaves that are not lost, with their paths in the source."""
-    lost = {finding.path for finding in held.findings if finding.lost}
-    above = f"{options.subtree}/" if options.subtree else ""
-    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
-
-
 class WrittenFormat(msgspec.Struct, frozen=True):
     """How a format is written."""
 
@@ -327,8 +364,10 @@ class WrittenFormat(msgspec.Struct, frozen=True):
     """Returns the part of the contents that the format holds."""
     lay_out: Callable[[FittedContents, ConvertJob], Output] | None = None
     """Returns the files to write; None where `write` writes them."""
-    write: Callable[[FittedContents, ConvertJob, Comm], tuple[tuple[str, ...], int]] | None = None
+    write: Callable[[FittedContents, Mapping[str, bytes], ConvertJob, Comm], tuple[tuple[str, ...], int]] | None = None
     """Writes everything; returns the names of the files, and the bytes that this rank wrote."""
+    keeps_files: bool = False
+    """Whether `write` writes the sidecar files too, which it takes by name. They lie beside files that are laid out."""
     suffixes: tuple[str, ...] = ()
     """The ends of the names of destinations that are of this format."""
 
@@ -361,7 +400,7 @@ def _lay_out_safetensors(held: FittedContents, options: ConvertJob) -> Output:
     return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES)
 
 
-add_written(WrittenFormat("treeckpt", fit_treeckpt, write=_save))
+add_written(WrittenFormat("treeckpt", fit_treeckpt, write=_save, keeps_files=True))
 add_written(WrittenFormat("torch", fit_torch, _lay_out_torch, suffixes=(".pt", ".pth", ".bin", ".ckpt")))
 add_written(WrittenFormat("dcp", fit_dcp, _lay_out_dcp))
 add_written(WrittenFormat("safetensors", fit_safetensors, _lay_out_safetensors, suffixes=(".safetensors",)))

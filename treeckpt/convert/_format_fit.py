@@ -44,7 +44,7 @@ from .._core.tree.structure import (
     keys_of,
 )
 from .._foreign.pickle_reader import brief
-from .._foreign.safetensors_read import TAGS
+from .._foreign.safetensors_read import METADATA, TAGS, tag_of
 from ..errors import FormatError, TreeError
 from ..trees._names import flatten_names
 from ._contents import Contents, Finding, map_leaves, tree_of
@@ -327,8 +327,11 @@ def fit_safetensors(contents: Contents) -> FittedContents:
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray):
             return fit.lose(path, f"a value, {brief(leaf)}", NOTHING)
-        if leaf.spec.dtype not in TAGS.values():
-            return fit.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
+        if tag_of(leaf.spec) is None:
+            without = "" if leaf.spec.shape else " without a dimension"
+            return fit.lose(path, f"an array of {leaf.spec.dtype}{without}", NOTHING)
+        if path == METADATA:
+            return fit.lose(path, "an array of a name that the file has for its own metadata", NOTHING)
         return fit.array(path, leaf)
 
     contents = map_leaves(contents, change)

@@ -117,6 +117,7 @@ def _write(
     name: str,
     write: Callable[[Mapping[str, WrittenArray], BinaryIO], Any],
     held: FittedContents,
+    _: Mapping[str, bytes],
     options: ConvertJob,
     comm: Comm,
 ) -> tuple[tuple[str, ...], int]:

@@ -6,12 +6,21 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from ..._core.format.files import is_step_name, parse_file_name, step_of
+from ..._core.format.files import (
+    MAX_SIDECAR_NBYTES,
+    MAX_SIDECARS,
+    MAX_SIDECARS_NBYTES,
+    alike_names,
+    is_sidecar_name,
+    is_step_name,
+    parse_file_name,
+    step_of,
+)
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError
@@ -84,8 +93,8 @@ add_format(
         "safetensors",
         "a safetensors file",
         directory=lambda names: any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names),
-        # a length of 8 bytes, then JSON
-        file=lambda _, head: head[8:9] == b"{",
+        # a length of 8 bytes, then JSON, which may begin with spaces
+        file=lambda name, head: head[8:9] == b"{" or name.endswith(".safetensors"),
     )
 )
 # a zip file, as torch.save writes it since torch 1.6
@@ -111,6 +120,27 @@ def other_formats(names: Iterable[str], kind: str) -> list[str]:
         name for name in names if name.endswith(suffixes) or (kind != "paddle" and PADDLE_METADATA.fullmatch(name))
     ]
     return sorted(name for name in others if kind != "hfai" or not HFAI_PART.fullmatch(name))
+
+
+SIDECAR_SUFFIXES = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
+"""The ends of the names of small files that belong to a checkpoint of another program: configs, tokenizers, code."""
+
+
+def sidecar_names(sizes: Mapping[str, int]) -> list[str]:
+    """Returns, of the files in a directory of another program, those that are its sidecar files."""
+    left, names = MAX_SIDECARS_NBYTES, []
+    for name, nbytes in sorted(sizes.items()):
+        small = nbytes <= min(left, MAX_SIDECAR_NBYTES) and len(names) < MAX_SIDECARS
+        if small and is_sidecar_name(name) and name.endswith(SIDECAR_SUFFIXES) and not name.endswith(SAFETENSORS_INDEX):
+            names.append(name)
+            left -= nbytes
+    return [name for name in names if name not in alike_names(names)]
+
+
+def is_of_format(name: str) -> bool:
+    """Returns whether a file has a name that one of the formats gives its files."""
+    metadata = name == DCP_METADATA or PADDLE_METADATA.fullmatch(name) is not None
+    return metadata or name.endswith((DCP_DATA, ".safetensors", SAFETENSORS_INDEX, *TORCH_SUFFIXES))
 
 
 def names_text(names: Iterable[str]) -> str:
