@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import optree
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region, flat_regions
+from .._core.tree.containers import NAMESPACE, new_instance
 from .._core.tree.spec import ArraySpec
 from ..errors import LayoutError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
@@ -92,6 +94,15 @@ class Sharded:
     def identity(self) -> tuple[object, ...]:
         """A key that is equal for leaves that consist of the same objects."""
         return (*map(id, self.locals), self.global_shape, self.offset)
+
+
+optree.register_pytree_node(
+    Sharded,  # pyright: ignore[reportArgumentType]
+    lambda leaf: (leaf.locals, (leaf.several, leaf.global_shape, leaf.offset)),
+    lambda of, locals_: new_instance(Sharded, _FIELDS, (tuple(locals_) if of[0] else locals_[0], *of[1:])),
+    namespace=NAMESPACE,
+)
+_FIELDS = ("local", "global_shape", "offset")
 
 
 def _listed(numbers: Any) -> Any:

@@ -20,6 +20,7 @@ from .._arrays.registry import (
     library_of,
     like_of,
     resolve,
+    resolve_function,
     target_of,
 )
 from .._core.format.records import AliasRecord, Leaf
@@ -71,6 +72,7 @@ class _SavedTree(msgspec.Struct):
             leaves,
             resolve=resolve,
             build=self._tensor,
+            functions=resolve_function if options.allow_pickle else None,
             rank=self.job.rank,
             namespace=options.namespace,
             refused=self.job.unmade if options.lenient else None,

@@ -299,6 +299,7 @@ def read_contents(checkpoint: Checkpoint, wanted: LoadOptions) -> Contents:
         )
     else:
         contents = _read_native(checkpoint, refused)
+    wanted = wanted.for_structure(contents.structure)
     for leaf in refused:
         if wanted.selects(leaf.path):
             raise refusal(leaf, contents.label)

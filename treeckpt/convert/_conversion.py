@@ -15,7 +15,7 @@ import msgspec
 from .. import _api
 from .._arrays.base import LazyArray
 from .._core.format.files import step_of
-from .._core.tree.paths import Selection, globs_of
+from .._core.tree.paths import Selection, as_path, globs_of, with_field_names
 from .._io.comm.comm import Comm, as_comm
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
@@ -66,7 +66,7 @@ class ConvertOptions(TypedDict, total=False):
     memory: int | str
     select: Selection
     exclude: Selection
-    subtree: str
+    subtree: Any
     rename: Renaming
     transforms: Transforms
     hub_names: Any
@@ -109,7 +109,7 @@ def convert(
     memory: int | str = DEFAULT_MEMORY,
     select: Selection = None,
     exclude: Selection = None,
-    subtree: str = "",
+    subtree: Any = "",
     rename: Renaming = None,
     transforms: Transforms = None,
     hub_names: Any = None,
@@ -138,7 +138,7 @@ def convert(
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select, exclude: globs over paths, and all below them. What is left out need not be readable without running
             code; as an element of a list or tuple it becomes None, so that the others stay where they are.
-        subtree: a path: what is below it is the tree, and its names begin there.
+        subtree: a path, as text or keys: what is below it is the tree, and its names begin there.
         rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
@@ -156,7 +156,7 @@ def convert(
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
-    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
+    tree = (globs_of(select) or (), left_out, as_path(subtree, "subtree"), rules, hub_names)
     options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
@@ -169,8 +169,12 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     checkpoint = open_source(source, counted, alone=comm.size == 1)
     with contextlib.closing(checkpoint.store):
         # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
-        kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
-        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
+        contents = read_contents(checkpoint, wanted)
+        select, left_out, below = (
+            with_field_names(globs, contents.structure) or ()
+            for globs in (options.select, options.exclude, (options.subtree,))
+        )
+        chosen = choosing.subtree(choosing.select(choosing.exclude(contents, left_out), select), below[0])
         check_source(chosen)
         chosen = _transformed(chosen, options)
         if comm.size == 1 and not dry_run:

@@ -217,6 +217,8 @@ def _restore(
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
     opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
+    for checkpoint in opened if options.is_part else ():
+        options = options.for_structure(checkpoint.index.structure)
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,7 +76,7 @@ from .structure import (
     too_deep,
 )
 from .tensor_parts import BuildTensor, TensorParts
-from .value_codec import Resolver, decode_value
+from .value_codec import Resolver, decode_function, decode_value
 
 _DEEP = 50
 """Levels from which on a tree is flattened only where there is room on the stack for all walks that follow."""
@@ -215,6 +216,7 @@ def unflatten(
     *,
     resolve: Resolver,
     build: BuildTensor | None = None,
+    functions: Resolver | None = None,
     rank: int = 0,
     namespace: str = "",
     refused: list[str] | None = None,
@@ -224,6 +226,8 @@ def unflatten(
     Args:
         leaves: in order; of a `PerRank` node, those of `rank`'s subtree only.
         resolve: finds the classes of namedtuples, dataclasses and registered nodes.
+        functions: finds the functions that registered nodes keep; by default they are refused, as the caller of such a
+            node would run what the writer of the structure has named.
         build: makes a tensor of its parts, by default they stay `TensorParts`.
         refused: receives the paths of containers that cannot be made, and become `...`, in place of those of what is
             in them; by default they are errors.
@@ -231,24 +235,25 @@ def unflatten(
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return _Unflattener(leaves, resolve, build, rank, namespace, refused).build(structure, "", "")
+    return _Unflattener(leaves, resolve, build, functions, rank, namespace, refused).build(structure, "", "")
 
 
 class _Unflattener:
     """The state of one `unflatten`."""
 
-    __slots__ = ("_build", "_leaves", "_namespace", "_rank", "_refused", "_resolve")
+    __slots__ = ("_build", "_functions", "_leaves", "_namespace", "_rank", "_refused", "_resolve")
 
     def __init__(
         self,
         leaves: Iterator[object],
         resolve: Resolver,
         build: BuildTensor | None,
+        functions: Resolver | None,
         rank: int,
         namespace: str,
         refused: list[str] | None,
     ) -> None:
-        self._leaves, self._resolve, self._build = leaves, resolve, build
+        self._leaves, self._resolve, self._build, self._functions = leaves, resolve, build, functions
         self._rank, self._namespace, self._refused = rank, namespace, refused
 
     def build(self, node: Structure, path: str, prefix: str) -> Any:
@@ -329,7 +334,9 @@ class _Unflattener:
             raise _class_error(path, node.cls, f"{error}"[:200]) from error
 
     def _custom(self, node: CustomNode, kind: type, keys: Sequence[Any], children: list[Any], path: str) -> object:
-        auxiliary: Any = decode_value(node.auxiliary, path)
+        auxiliary: Any = decode_value(
+            node.auxiliary, path, resolve=self._resolve, extra=partial(decode_function, find=self._functions, path=path)
+        )
         if type(auxiliary) is tuple and auxiliary[:1] == (MARK,):
             try:
                 return new_mapping(kind, auxiliary, keys, children)
@@ -337,7 +344,7 @@ class _Unflattener:
                 raise _class_error(path, f"{node.cls}, a mapping", f"{error!r:.200}") from error
         entry = registry_entry(kind, self._namespace)
         if entry is None:
-            raise _class_error(path, node.cls, "a class not registered with optree")
+            raise _class_error(path, node.cls, "a class that is not registered", _REGISTER)
         try:
             return entry.unflatten_func(auxiliary, tuple(children))
         except Exception as error:  # raised by the user's function
@@ -379,13 +386,15 @@ def _check_fields(node: NamedTupleNode | StructSequenceNode | DataclassNode, kin
         raise _class_error(path, f"{node.cls} with fields {', '.join(node.fields)}", f"{fields}")
 
 
-def _class_error(path: str, expected: str, found: str) -> MismatchError:
-    return MismatchError(
-        path,
-        expected=f"the class {expected}",
-        found=found,
-        hint="Import the module that defines it before loading, or pass like= with a tree of your own",
-    )
+_IMPORT = "Import the module that defines it before loading, or pass like= with a tree of your own"
+_REGISTER = (
+    "Register it with optree or torch.utils._pytree before loading, in the namespace that is passed, "
+    "or pass like= with a tree of your own"
+)
+
+
+def _class_error(path: str, expected: str, found: str, hint: str = _IMPORT) -> MismatchError:
+    return MismatchError(path, expected=f"the class {expected}", found=found, hint=hint)
 
 
 def replace_leaves(

@@ -1,0 +1,338 @@
+"""What a program of optree has is taken: its structures, accessors, paths and registered nodes, and torch's nodes."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+import optree.functools
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from hypothesis import given
+
+import treeckpt as tc
+from tests.helpers.strategies import same, trees
+
+SPACE = "tests of optree"
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+class Pair:
+    """A node that optree knows in one namespace."""
+
+    def __init__(self, first: Any, second: Any, name: Any = None) -> None:
+        self.first, self.second, self.name = first, second, name
+
+
+class Choosy(Pair):
+    """A node that takes only numbers."""
+
+
+class TorchPair(Pair):
+    """A node that torch knows."""
+
+
+class NamedTorchPair(Pair):
+    """A node that torch knows, with the names of its children."""
+
+
+class TorchConstant:
+    """A value that torch keeps in the structures of trees."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is TorchConstant
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def _choosy(name: object, children: Any) -> Choosy:
+    return Choosy(*(0 + child for child in children), name=name)
+
+
+optree.register_pytree_node(
+    Pair, lambda p: ((p.first, p.second), p.name), lambda name, c: Pair(*c, name=name), namespace=SPACE
+)
+optree.register_pytree_node(Choosy, lambda p: ((p.first, p.second), p.name), _choosy, namespace=SPACE)
+torch_pytree.register_pytree_node(
+    TorchPair,
+    lambda p: ([p.first, p.second], p.name),
+    lambda children, name: TorchPair(*children, name=name),
+    serialized_type_name="tests.TorchPair",
+)
+torch_pytree.register_pytree_node(
+    NamedTorchPair,
+    lambda p: ([p.first, p.second], None),
+    lambda children, _: NamedTorchPair(*children),
+    serialized_type_name="tests.NamedTorchPair",
+    flatten_with_keys_fn=lambda p: (
+        [(torch_pytree.GetAttrKey("first"), p.first), (torch_pytree.GetAttrKey("second"), p.second)],
+        None,
+    ),
+)
+torch_pytree.register_constant(TorchConstant)
+
+
+def tree() -> dict[str, Any]:
+    return {"opt": Moments(torch.ones(2), {"x/y": torch.zeros(3)}), "a": [1, None, (2,)], "w": torch.arange(4)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "c"
+    tc.save(path, tree())
+    return path
+
+
+# structures as values ------------------------------------------------------------------------------------------------
+
+
+def round_trip(path: Path, value: Any, **options: Any) -> Any:
+    tc.save(path, {"value": value}, overwrite=True)
+    return tc.load(path, **options)["value"]
+
+
+SPECS = [
+    optree.tree_structure(1),
+    optree.tree_structure(None),
+    optree.tree_structure({"b": [1, None], "a": (2, {})}),
+    optree.tree_structure({"b": [1, None], "a": 2}, none_is_leaf=True),
+    optree.tree_structure(collections.OrderedDict(z=1, a=collections.deque([1, 2], 3))),
+    optree.tree_structure(collections.defaultdict(list, {3: 1, 1: 2})),
+    optree.tree_structure(Moments(time.localtime(), [None])),
+    optree.tree_structure([Pair(1, [2], ("meta", 1.5))], namespace=SPACE),
+    optree.tree_structure({"no": "node of it"}, namespace=SPACE),
+]
+
+
+@pytest.mark.parametrize("treespec", SPECS, ids=str)
+def test_a_treespec_comes_back_equal(tmp_path: Path, treespec: optree.PyTreeSpec) -> None:
+    loaded = round_trip(tmp_path / "c", treespec)
+    assert type(loaded) is optree.PyTreeSpec and loaded == treespec and hash(loaded) == hash(treespec)
+    assert (str(loaded), loaded.namespace, loaded.none_is_leaf, loaded.paths()) == (
+        str(treespec),
+        treespec.namespace,
+        treespec.none_is_leaf,
+        treespec.paths(),
+    )
+
+
+@given(trees(per_rank=False, max_leaves=6))
+def test_the_treespec_of_any_tree_comes_back_equal(value: Any) -> None:
+    from treeckpt._arrays.registry import decode, encode
+
+    treespec = optree.tree_structure(value, namespace="treeckpt-tests")
+    again = decode(encode(treespec, "", allow_pickle=False), "", allow_pickle=False)
+    assert again == treespec
+    numbers = list(range(treespec.num_leaves))
+    assert same(treespec.unflatten(numbers), again.unflatten(numbers))  # dicts have their own order again  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("namespace", ["", SPACE])
+def test_a_treespec_with_dicts_in_their_own_order_comes_back_so(tmp_path: Path, namespace: str) -> None:
+    everywhere = optree.registry.__dict__["__GLOBAL_NAMESPACE"]
+    with optree.dict_insertion_ordered(True, namespace=namespace or everywhere):
+        treespec = optree.tree_structure({"b": 1, "a": [2, 3]}, namespace=namespace)
+    loaded = round_trip(tmp_path / "c", treespec)
+    assert loaded == treespec and loaded.paths() == [("b",), ("a", 0), ("a", 1)]
+    assert optree.tree_structure({"b": 1, "a": 2}).paths() == [("a",), ("b",)]  # the mode is as it was
+    with optree.dict_insertion_ordered(True, namespace=namespace or everywhere):
+        assert tc.load(tmp_path / "c")["value"] == treespec
+        assert round_trip(tmp_path / "d", SPECS[2]).paths() == SPECS[2].paths()
+
+
+def test_a_treespec_names_the_class_that_a_program_lacks(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"value": SPECS[7]})
+    entry = optree.unregister_pytree_node(Pair, namespace=SPACE)
+    try:
+        with pytest.raises(tc.MismatchError, match=r"value: .*Pair.*not registered.*Register it"):
+            tc.load(tmp_path / "c")
+    finally:
+        optree.register_pytree_node(Pair, entry.flatten_func, entry.unflatten_func, namespace=SPACE)
+
+
+def test_a_treespec_that_cannot_be_made_again_is_refused_before_it_is_saved(tmp_path: Path) -> None:
+    treespec = optree.tree_structure({"a": [Choosy(1, 2)]}, namespace=SPACE)
+    with pytest.raises(tc.TreeError, match=r"value: .*unflatten functions.*Choosy"):
+        tc.save(tmp_path / "c", {"value": treespec})
+    factory = optree.tree_structure([collections.defaultdict(lambda: 1, a=1)])
+    with pytest.raises(tc.TreeError, match=r"value/0: .*default_factory"):
+        tc.save(tmp_path / "c", {"value": factory})
+    assert not (tmp_path / "c" / "index.json").exists()
+
+
+# paths ---------------------------------------------------------------------------------------------------------------
+
+
+def chosen(path: Path, **options: Any) -> list[str]:
+    loaded: list[str] = []
+    tc.load(path, on_report=lambda report: loaded.append(str(report.loaded)), **options)
+    leaves = tc.inspect(path).by_path
+    return [name for name in leaves if _at(tc.load(path, **options), name) is not ...]
+
+
+def _at(node: Any, path: str) -> Any:
+    for key in tc.path_keys(path):
+        if node is ...:
+            return ...
+        node = getattr(node, str(key)) if isinstance(node, Moments) else node[key]
+    return node
+
+
+def test_the_paths_of_optree_mean_the_leaves_that_they_name(saved: Path) -> None:
+    accessors, paths = optree.tree_accessors(tree()), optree.tree_paths(tree())
+    assert ("opt", 0) in paths  # a number, where the path has a name
+    for accessor, path in zip(accessors, paths, strict=True):
+        name = tc.path_text(accessor)
+        assert chosen(saved, select=[path]) == chosen(saved, select=accessor) == chosen(saved, select=name) == [name]
+    assert "opt/mu" not in chosen(saved, exclude=[("opt", 0)])
+    with pytest.raises(tc.MismatchError, match="opt/2"):
+        tc.load(saved, select=[("opt", 2)])  # a namedtuple of two fields
+
+
+def test_every_call_that_takes_a_path_takes_those_of_optree(saved: Path, tmp_path: Path) -> None:
+    accessor = next(a for a in optree.tree_accessors(tree()) if tc.path_text(a) == "opt/mu")
+    for one in (accessor, [("opt", 0)], "opt/0"):
+        assert tc.load(saved, select=one)["opt"].mu is not ...
+        assert tc.load_abstract(saved, select=one)["opt"].mu.shape == (2,)
+        assert tc.load_async(saved, select=one).result()["opt"].mu is not ...
+        assert tc.load(tc.From(saved, select=one))["opt"].mu is not ...
+        into = tree()
+        into["opt"].mu.zero_()
+        tc.load_into(saved, into, select=one)
+        assert torch.equal(into["opt"].mu, torch.ones(2))
+    assert torch.equal(tc.load(saved, rename={accessor: ("new", "a/b")})["new"]["a/b"], torch.ones(2))
+    for one in (accessor[:1], ("opt",), "opt"):
+        tc.convert.convert(saved, tmp_path / "c", subtree=one, overwrite=True)
+        assert torch.equal(tc.load(tmp_path / "c").mu, torch.ones(2))
+    tc.convert.convert(saved, tmp_path / "c", select=accessor, exclude=[("opt", 1)], overwrite=True)
+    manager = tc.Manager(tmp_path / "run", background=False)
+    manager.save(1, tree())
+    assert manager.restore(select=[("opt", 1)])["opt"].mu is ...
+    into = tree()
+    manager.restore(into=into, select=accessor)
+
+
+def test_the_rows_of_a_table_are_chosen_by_a_path_of_optree(tmp_path: Path) -> None:
+    table = tc.KeyedTable(np.array([1, 2, 3]), {"rows": np.arange(6).reshape(3, 2)}, buckets=2)
+    tc.save(tmp_path / "c", {"emb": [table]})
+    accessor = optree.tree_accessors({"emb": [0]})[0]
+    assert tc.load(tmp_path / "c", ids={accessor: [2]})["emb"][0].ids.tolist() == [2]
+    assert tc.load(tmp_path / "c", ids={("emb", 0): [3]})["emb"][0].ids.tolist() == [3]
+
+
+def test_training_state_is_restored_by_a_path_of_optree(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    tc.save(tmp_path / "c", tc.training.state(model, extra={"m": Moments(1, 2)}))
+    accessor = next(a for a in optree.tree_accessors({"model": {"weight": 0, "bias": 0}}) if a.path[1] == "bias")
+    report = tc.training.restore(tmp_path / "c", model, select=accessor, strict=False)
+    assert report.loaded == 1
+    assert set(tc.training.state(model, select=[accessor], rng=False)["model"]) == {"bias"}
+
+
+# nodes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_partial_of_optree_comes_back_with_its_function(tmp_path: Path) -> None:
+    function = optree.functools.partial(torch.add, torch.ones(2), alpha=2)
+    path = tmp_path / "c"
+    tc.save(path, {"f": function, "g": optree.functools.partial(operator.neg)})
+    assert set(tc.inspect(path).by_path) == {"f/args/0", "f/keywords/alpha"}
+    like = {"f": optree.functools.partial(torch.add, torch.zeros(2), alpha=0), "g": optree.functools.partial(len)}
+    for loaded in (tc.load(path, allow_pickle=True), tc.load(path, like)):
+        assert type(loaded["f"]) is optree.functools.partial
+        assert loaded["f"](torch.zeros(2)).tolist() == [1, 1] if loaded["f"].keywords["alpha"] == 1 else True
+        assert loaded["f"].func is torch.add and loaded["f"].keywords == {"alpha": 2}
+        assert torch.equal(loaded["f"].args[0], torch.ones(2))
+    assert tc.load(path, allow_pickle=True)["g"](3) == -3
+
+
+def test_a_function_that_a_checkpoint_names_is_not_taken_from_it_unasked(tmp_path: Path) -> None:
+    import os
+
+    tc.save(tmp_path / "c", {"f": optree.functools.partial(os.system, "true"), "w": 1})
+    with pytest.raises(tc.MismatchError, match=r"f: .*found the function posix:system.*like="):
+        tc.load(tmp_path / "c")
+    assert tc.load(tmp_path / "c", select="w") == {"f": ..., "w": 1}
+
+
+def test_a_function_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"f: .*<lambda>"):
+        tc.save(tmp_path / "c", {"f": optree.functools.partial(lambda x: x, 1)})
+
+
+def test_nodes_of_a_namespace_come_back(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"p": Pair(torch.ones(2), [3], "n")}, namespace=SPACE)
+    loaded = tc.load(tmp_path / "c", namespace=SPACE)["p"]
+    assert type(loaded) is Pair and (loaded.first.tolist(), loaded.second, loaded.name) == ([1, 1], [3], "n")
+    with pytest.raises(tc.MismatchError, match=r"p: .*not registered.*namespace"):
+        tc.load(tmp_path / "c")
+
+
+def test_an_enum_beside_the_children_of_a_node_comes_back(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", [Pair(1, 2, optree.PyTreeKind.DICT)], namespace=SPACE)
+    assert tc.load(tmp_path / "c", namespace=SPACE)[0].name is optree.PyTreeKind.DICT
+
+
+def test_nodes_of_torch_come_back(tmp_path: Path) -> None:
+    saved = {"t": TorchPair(torch.ones(2), {"x": 3}, ("n", 1)), "n": NamedTorchPair(1, torch.zeros(1))}
+    tc.save(tmp_path / "c", saved)
+    assert set(tc.inspect(tmp_path / "c").by_path) == {"t/0", "t/1/x", "n/first", "n/second"}
+    for loaded in (tc.load(tmp_path / "c"), tc.load(tmp_path / "c", saved)):
+        assert type(loaded["t"]) is TorchPair and type(loaded["n"]) is NamedTorchPair
+        assert (loaded["t"].first.tolist(), loaded["t"].second, loaded["t"].name) == ([1, 1], {"x": 3}, ("n", 1))
+    saved["t"].first.zero_()
+    tc.load_into(tmp_path / "c", saved)
+    assert saved["t"].first.tolist() == [1, 1]
+    fx = torch.fx.immutable_collections.immutable_list([torch.ones(1), 2])
+    assert type(round_trip(tmp_path / "d", fx)) is type(fx)
+
+
+def test_what_torch_keeps_as_a_constant_stays_a_leaf(tmp_path: Path) -> None:
+    with pytest.raises(tc.TreeError, match=r"value: .*TorchConstant"):
+        tc.save(tmp_path / "c", {"value": TorchConstant()})
+    tc.save(tmp_path / "c", {"value": TorchConstant()}, allow_pickle=True)
+    assert type(tc.load(tmp_path / "c", allow_pickle=True)["value"]) is TorchConstant
+
+
+@pytest.fixture
+def marked() -> Iterator[dict[str, Any]]:
+    box = tc.Sharded(np.ones((1, 2)), (1, 2), (0, 0))
+    several = tc.Sharded([np.ones(1), np.ones(2)], (3,), [(0,), (1,)])
+    yield {
+        "own": tc.PerRank({"x": 1}),
+        "best": tc.FromRank([2], 0),
+        "w": box,
+        "parts": several,
+        "flat": tc.Sharded(np.ones(3), (3,), 0),
+    }
+
+
+def test_a_map_of_optree_passes_through_the_marks(marked: dict[str, Any]) -> None:
+    doubled: Any = optree.tree_map(lambda x: x * 2, marked, namespace="treeckpt")
+    assert doubled["own"] == tc.PerRank({"x": 2}) and doubled["best"] == tc.FromRank([4], 0)
+    assert (doubled["w"].offset, doubled["w"].local.tolist()) == ((0, 0), [[2, 2]])
+    assert (doubled["flat"].offset, doubled["flat"].global_shape) == (0, (3,))
+    assert doubled["parts"].several and [part.tolist() for part in doubled["parts"].locals] == [[2], [2, 2]]
+    assert optree.tree_leaves(marked) != optree.tree_leaves(marked, namespace="treeckpt")
+
+
+def test_marks_are_saved_alike_in_every_namespace(tmp_path: Path, marked: dict[str, Any]) -> None:
+    tc.save(tmp_path / "a", marked)
+    tc.save(tmp_path / "b", marked, namespace="treeckpt")
+    index, other = tc.inspect(tmp_path / "a"), tc.inspect(tmp_path / "b")
+    assert index.structure == other.structure and set(index.by_path) == set(other.by_path)
+    for accessor in optree.tree_accessors(marked, namespace="treeckpt"):
+        tc.load(tmp_path / "a", select=accessor)
+    assert tc.load(tmp_path / "a", select=[("own", "value", "x")])["own"].value == {"x": 1}

@@ -1,0 +1,107 @@
+"""`optree.PyTreeSpec`, the structure of a tree as optree has it: stored as a value, and made of it again.
+
+It is stored as the structure of the tree that it makes of marks, so every kind of container is named as in a tree.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import optree
+from optree import PyTreeSpec
+
+from ...errors import TreeError
+from .flatten import flatten, unflatten
+from .structure import Structure, paths_of
+from .value_codec import Resolver, TypedValue
+
+KIND = "optree.PyTreeSpec"
+"""The kind of its stored form."""
+
+
+class _Leaf:
+    """Stands for each leaf of a `PyTreeSpec`."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+LEAF = _Leaf()
+
+
+def tree_of(treespec: PyTreeSpec) -> Any:
+    """Returns the tree of a `PyTreeSpec`, with `LEAF` for each leaf.
+
+    Raises:
+        TreeError: a function that was registered for a container fails.
+    """
+    try:
+        return treespec.unflatten([LEAF] * treespec.num_leaves)
+    except Exception as error:  # raised by the user's function
+        raise TreeError(
+            "",
+            expected="unflatten functions that take any children, as those of optree.tree_map",
+            found=f"{error!r:.200}",
+            hint=f"Look at those of the classes in {treespec!r:.200}",
+        ) from error
+
+
+def encode_treespec(treespec: PyTreeSpec) -> TypedValue:
+    """Returns the stored form.
+
+    Raises:
+        TreeError: a container in it cannot be stored.
+    """
+    tree = tree_of(treespec)
+    structure, leaves = flatten(tree, namespace=treespec.namespace)
+    none_is_leaf, namespace = treespec.none_is_leaf, treespec.namespace
+    made = (
+        is_sorted
+        for is_sorted in (True, False)
+        if _treespec_of(tree, none_is_leaf, namespace, is_sorted=is_sorted) == treespec
+    )
+    is_sorted = next(made, None)
+    if is_sorted is None or any(leaf is not LEAF and leaf is not None for _, leaf in leaves):
+        raise TreeError(
+            "",
+            expected="a PyTreeSpec of containers that a tree can have here",
+            found=f"{treespec!r:.200}",
+            hint="Look at the flatten and unflatten functions of its registered classes, or pass allow_pickle=True",
+        )
+    nones = (number for number, (_, leaf) in enumerate(leaves) if leaf is None)
+    return TypedValue(KIND, (none_is_leaf, namespace, is_sorted, msgspec.json.encode(structure).decode(), *nones))
+
+
+def decode_treespec(typed: TypedValue, resolve: Resolver, functions: Resolver | None) -> PyTreeSpec:
+    """Returns the `PyTreeSpec` of a stored form.
+
+    Args:
+        resolve, functions: as for `unflatten`.
+
+    Raises:
+        FormatError: it is no stored form.
+        MismatchError: a class in it does not exist in this program.
+    """
+    none_is_leaf, namespace, is_sorted, text, *nones = typed.items
+    structure = msgspec.json.decode(str(text), type=Structure)
+    leaves: list[object] = [LEAF] * len(paths_of(structure))
+    for number in nones:
+        leaves[int(number)] = None  # pyright: ignore[reportArgumentType]
+    namespace = str(namespace)
+    tree = unflatten(structure, iter(leaves), resolve=resolve, functions=functions, namespace=namespace)
+    return _treespec_of(tree, bool(none_is_leaf), namespace, is_sorted=bool(is_sorted))
+
+
+def _treespec_of(tree: Any, none_is_leaf: bool, namespace: str, *, is_sorted: bool) -> PyTreeSpec:
+    """Returns the structure of a tree, with the keys of dicts sorted, or in the order of the dict.
+
+    Which of these a program of optree gets is a mode of the process, which is set where it is another one.
+    """
+    mode: Any = nullcontext()
+    if (optree.tree_structure({1: 0, 0: 0}, namespace=namespace).entries() == [0, 1]) is not is_sorted:
+        everywhere: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+        mode = optree.dict_insertion_ordered(not is_sorted, namespace=namespace or everywhere)
+    with mode:
+        return optree.tree_structure(tree, none_is_leaf=none_is_leaf, namespace=namespace)
