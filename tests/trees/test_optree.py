@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import operator
 import time
 from collections.abc import Iterator
@@ -170,6 +171,109 @@ def test_a_treespec_that_cannot_be_made_again_is_refused_before_it_is_saved(tmp_
     with pytest.raises(tc.TreeError, match=r"value/0: .*default_factory"):
         tc.save(tmp_path / "c", {"value": factory})
     assert not (tmp_path / "c" / "index.json").exists()
+
+
+# structures as targets -----------------------------------------------------------------------------------------------
+
+
+class Other(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+@dataclasses.dataclass
+class Position:
+    epoch: int
+    order: Any
+
+
+def test_a_treespec_names_what_is_loaded_and_its_containers(saved: Path) -> None:
+    treespec = optree.tree_structure(tree(), none_is_leaf=True)
+    loaded = tc.load(saved, treespec)
+    assert optree.tree_structure(loaded, none_is_leaf=True) == treespec and list(loaded) == list(tree())
+    assert loaded["a"] == [1, None, (2,)] and torch.equal(loaded["w"], torch.arange(4))
+    same_leaves = tc.load(saved, tc.abstract(tree(), treespec=True))
+    assert optree.tree_structure(same_leaves, none_is_leaf=True) == treespec
+    other = {"opt": Other(0, 0), "a": collections.deque([0, None, [0]]), "w": 0}
+    loaded = tc.load(saved, optree.tree_structure(other))
+    assert type(loaded["opt"]) is Other and loaded["a"] == collections.deque([1, None, [2]])
+    assert list(loaded["opt"].nu) == ["x/y"]  # one leaf of the structure, a container in the checkpoint
+
+
+def test_a_treespec_names_what_it_lacks_and_what_the_checkpoint_lacks(saved: Path) -> None:
+    treespec = optree.tree_structure({"w": 0, "new": [0, 0]})
+    with pytest.raises(tc.MismatchError, match=r"2 missing.*new/0, new/1; 5 not asked for: opt/mu"):
+        tc.load(saved, treespec)
+    with pytest.raises(tc.MismatchError, match=r"new/0"):
+        tc.load(saved, treespec, strict="missing")
+    reports: list[tc.LoadReport] = []
+    loaded = tc.load(saved, treespec, strict=False, on_report=reports.append)
+    assert loaded["new"] == [..., ...] and torch.equal(loaded["w"], torch.arange(4))
+    assert reports[0].missing == ("new/0", "new/1") and reports[0].nbytes == 32  # only what is wanted is read
+    part = tc.load(saved, optree.tree_structure(tree()), select="a")
+    assert part["a"] == [1, None, (2,)] and part["opt"] == Moments(..., {"x/y": ...}) and part["w"] is ...
+
+
+def test_what_optree_takes_as_a_leaf_comes_as_it_was_saved(tmp_path: Path) -> None:
+    w = torch.ones(3)
+    table = tc.KeyedTable(np.array([1, 2, 3]), {"rows": np.arange(6).reshape(3, 2)}, buckets=2)
+    state = {
+        "a": w, "b": w, "view": torch.nn.Parameter(w), "sparse": torch.eye(2).to_sparse(), "table": table,
+        "position": Position(3, [torch.zeros(1)]), "text": "x" * 9000, "own": tc.PerRank({"seed": 1}),
+        "best": tc.FromRank([4]), "counter": collections.Counter(a=2), "spec": optree.tree_structure([1]),
+    }  # fmt: skip
+    tc.save(tmp_path / "c", state)
+    for namespace in ("", "treeckpt"):
+        loaded = tc.load(tmp_path / "c", optree.tree_structure(state, namespace=namespace))
+        assert loaded["a"] is loaded["b"] and loaded["view"].data_ptr() == loaded["a"].data_ptr()
+        assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2)) and sorted(loaded["table"].ids.tolist()) == [
+            1,
+            2,
+            3,
+        ]
+        assert type(loaded["position"]) is Position and loaded["position"].order[0].tolist() == [0]
+        assert loaded["own"] == tc.PerRank({"seed": 1}) and loaded["best"] == [4]
+        assert (loaded["text"], loaded["counter"], loaded["spec"]) == (state["text"], state["counter"], state["spec"])
+    whole = tc.load(tmp_path / "c", optree.treespec_leaf())
+    assert list(whole) == list(state)
+
+
+def test_names_of_one_array_are_one_object_of_an_abstract_target(tmp_path: Path) -> None:
+    w = torch.ones(3)
+    tc.save(tmp_path / "c", {"a": w, "b": [w]})
+    loaded = tc.load(tmp_path / "c", tc.load_abstract(tmp_path / "c"))
+    assert loaded["a"] is loaded["b"][0]
+
+
+def test_a_treespec_with_nodes_of_a_namespace_is_a_target(tmp_path: Path) -> None:
+    value = {"p": Pair(torch.ones(2), [3])}
+    tc.save(tmp_path / "c", value, namespace=SPACE)
+    loaded = tc.load(tmp_path / "c", optree.tree_structure(value, namespace=SPACE))
+    assert type(loaded["p"]) is Pair and loaded["p"].second == [3]
+    loaded = tc.load(tmp_path / "c", tc.abstract(value, treespec=True, namespace=SPACE), namespace=SPACE)
+    assert type(loaded["p"]) is Pair
+
+
+def test_a_treespec_is_a_target_in_several_checkpoints_and_after_renames(saved: Path, tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"w": torch.zeros(2), "new": {"x": 1}})
+    treespec = optree.tree_structure({"w": 0, "a": 0, "opt": 0, "new": 0})
+    loaded = tc.load([saved, tmp_path / "c"], treespec)
+    assert torch.equal(loaded["w"], torch.zeros(2)) and loaded["new"] == {"x": 1} and loaded["a"] == [1, None, (2,)]
+    renamed = tc.load(saved, optree.tree_structure({"v": 0}), rename={"w": "v"}, strict="missing")
+    assert torch.equal(renamed["v"], torch.arange(4))
+
+
+def test_a_treespec_without_the_shape_of_a_piece_is_refused(tmp_path: Path, marked: dict[str, Any]) -> None:
+    tc.save(tmp_path / "c", marked)
+    with pytest.raises(tc.MismatchError, match=r"Sharded without arrays.*Pass like="):
+        tc.load(tmp_path / "c", optree.tree_structure(marked, namespace="treeckpt"))
+    assert tc.load(tmp_path / "c", optree.tree_structure(marked))["w"].tolist() == [[1, 1]]
+
+
+def test_a_run_is_restored_by_a_treespec(tmp_path: Path) -> None:
+    manager = tc.Manager(tmp_path / "run", background=False)
+    manager.save(1, tree())
+    assert manager.restore(optree.tree_structure(tree()))["a"] == [1, None, (2,)]
 
 
 # paths ---------------------------------------------------------------------------------------------------------------

@@ -235,7 +235,8 @@ def unflatten(
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return _Unflattener(leaves, resolve, build, functions, rank, namespace, refused).build(structure, "", "")
+    unflattener = _Unflattener(leaves, resolve, build, functions, rank=rank, namespace=namespace, refused=refused)
+    return unflattener.build(structure, "", "")
 
 
 class _Unflattener:
@@ -249,6 +250,7 @@ class _Unflattener:
         resolve: Resolver,
         build: BuildTensor | None,
         functions: Resolver | None,
+        *,
         rank: int,
         namespace: str,
         refused: list[str] | None,
