@@ -6,6 +6,28 @@ containers: `without_left_out` takes those out of a structure of which nothing i
 leaves into new containers like those of a given tree, `update_in_place` into the containers that the tree has.
 
 Nearly all of a tree is leaves, and containers of leaves only: these are handled without one more call of the recursion.
+
+The registry of optree is used, its flattening is not. Milliseconds of a process, the best of many runs:
+
+| tree | `flatten` | `optree.tree_flatten_with_path` | and `path_text` of its paths |
+|---|---|---|---|
+| 1,000 arrays in a dict | 0.4 | 0.2 | 1.5 |
+| moments of 1,000 parameters: 3,000 arrays | 4.1 | 1.2 | 7.0 |
+| moments of 33,333 parameters: 100,000 arrays | 267 | 81 | 282 |
+| 2,000 arrays in 4,001 containers | 10 | 1.4 | 6.3 |
+
+Leaves with paths as text, which an index needs, cost about the same by either way, and 4 % of a save of 1,000 arrays.
+optree then lacks
+
+- the order of the keys of a dict, in leaves and paths, unless a mode of the whole process is set;
+- the names of the fields of a namedtuple in paths, and of a struct sequence the fields that are no items (9 of 19 of
+  os.stat_result);
+- `_metadata` of a state dict and other attributes of an OrderedDict;
+- dataclasses and mappings of other libraries that are not registered: each is one leaf, with its arrays inside;
+- a structure as plain data: a `PyTreeSpec` is stored by pickle, or as `treespec` stores it;
+- an error that names the path of what cannot be stored.
+
+Neither keeps that one container is in two places: it is two containers afterwards, whose arrays stay one.
 """
 
 # A tree holds objects of any type.
