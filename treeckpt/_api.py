@@ -423,5 +423,5 @@ def abstract(tree: Any, *, treespec: bool = False, comm: AnyComm = None, namespa
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
-    made = replace_leaves(tree, new, namespace=namespace)
+    made: Any = replace_leaves(tree, new, namespace=namespace)
     return optree.tree_structure(made, none_is_leaf=True, namespace=namespace) if treespec else made

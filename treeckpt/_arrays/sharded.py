@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-import optree
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region, flat_regions
-from .._core.tree.containers import NAMESPACE, new_instance
+from .._core.tree.containers import new_instance, register_mark
 from .._core.tree.spec import ArraySpec
 from ..errors import LayoutError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
@@ -96,13 +95,17 @@ class Sharded:
         return (*map(id, self.locals), self.global_shape, self.offset)
 
 
-optree.register_pytree_node(
-    Sharded,  # pyright: ignore[reportArgumentType]
-    lambda leaf: (leaf.locals, (leaf.several, leaf.global_shape, leaf.offset)),
-    lambda of, locals_: new_instance(Sharded, _FIELDS, (tuple(locals_) if of[0] else locals_[0], *of[1:])),
-    namespace=NAMESPACE,
-)
-_FIELDS = ("local", "global_shape", "offset")
+def _flatten_pieces(leaf: Sharded) -> tuple[Any, ...]:
+    return leaf.locals, (leaf.several, leaf.global_shape, leaf.offset), tuple(range(len(leaf.locals)))
+
+
+def _unflatten_pieces(auxiliary: Any, locals_: Any) -> object:
+    several, *others = auxiliary
+    local = tuple(locals_) if several else locals_[0]
+    return new_instance(Sharded, ("local", "global_shape", "offset"), (local, *others))
+
+
+register_mark(Sharded, _flatten_pieces, _unflatten_pieces)
 
 
 def _listed(numbers: Any) -> Any:

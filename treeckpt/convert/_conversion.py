@@ -15,7 +15,7 @@ import msgspec
 from .. import _api
 from .._arrays.base import LazyArray
 from .._core.format.files import step_of
-from .._core.tree.paths import Selection, as_path, globs_of, with_field_names
+from .._core.tree.paths import Selection, as_path, globs_of
 from .._io.comm.comm import Comm, as_comm
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
@@ -170,11 +170,9 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
     with contextlib.closing(checkpoint.store):
         # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
         contents = read_contents(checkpoint, wanted)
-        select, left_out, below = (
-            with_field_names(globs, contents.structure) or ()
-            for globs in (options.select, options.exclude, (options.subtree,))
-        )
-        chosen = choosing.subtree(choosing.select(choosing.exclude(contents, left_out), select), below[0])
+        named = wanted.for_structure(contents.structure)
+        kept = choosing.exclude(contents, named.exclude or ())
+        chosen = choosing.subtree(choosing.select(kept, named.select or ()), named.below)
         check_source(chosen)
         chosen = _transformed(chosen, options)
         if comm.size == 1 and not dry_run:

@@ -95,14 +95,24 @@ class FromRank:
     __treeckpt_leaf__: ClassVar[bool] = True
 
 
-for _mark in (PerRank, FromRank):
-    optree.register_pytree_node(
-        _mark,  # pyright: ignore[reportArgumentType]
-        lambda mark: ((mark.value,), (type(mark), getattr(mark, "rank", None)), ("value",)),
-        lambda of, values: of[0](values[0]) if of[1] is None else of[0](values[0], of[1]),
-        path_entry_type=optree.GetAttrEntry,
-        namespace=NAMESPACE,
-    )
+def _flatten_mark(mark: Any) -> tuple[Any, ...]:
+    others = [getattr(mark, field.name) for field in dataclasses.fields(mark)][1:]
+    return (mark.value,), (type(mark), *others), ("value",)
+
+
+def _unflatten_mark(auxiliary: Any, values: Any) -> Any:
+    kind, *others = auxiliary
+    return kind(values[0], *others)
+
+
+def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
+    register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
+    register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+
+
+for _kind in (PerRank, FromRank):
+    register_mark(_kind, _flatten_mark, _unflatten_mark)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ from .structure import (
     too_deep,
 )
 from .tensor_parts import BuildTensor, TensorParts
-from .value_codec import Resolver, decode_function, decode_value
+from .value_codec import FunctionResolver, Resolver, decode_function, decode_value
 
 _DEEP = 50
 """Levels from which on a tree is flattened only where there is room on the stack for all walks that follow."""
@@ -238,7 +238,7 @@ def unflatten(
     *,
     resolve: Resolver,
     build: BuildTensor | None = None,
-    functions: Resolver | None = None,
+    functions: FunctionResolver | None = None,
     rank: int = 0,
     namespace: str = "",
     refused: list[str] | None = None,
@@ -271,7 +271,7 @@ class _Unflattener:
         leaves: Iterator[object],
         resolve: Resolver,
         build: BuildTensor | None,
-        functions: Resolver | None,
+        functions: FunctionResolver | None,
         *,
         rank: int,
         namespace: str,

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import optree
-from optree import PyTreeSpec
+from optree import PyTreeSpec, registry
 
 from ...errors import TreeError
 from .flatten import flatten, unflatten
 from .structure import Structure, paths_of
-from .value_codec import Resolver, TypedValue
+from .value_codec import FunctionResolver, Resolver, TypedValue
 
 KIND = "optree.PyTreeSpec"
 """The kind of its stored form."""
@@ -74,7 +74,7 @@ def encode_treespec(treespec: PyTreeSpec) -> TypedValue:
     return TypedValue(KIND, (none_is_leaf, namespace, is_sorted, msgspec.json.encode(structure).decode(), *nones))
 
 
-def decode_treespec(typed: TypedValue, resolve: Resolver, functions: Resolver | None) -> PyTreeSpec:
+def decode_treespec(typed: TypedValue, resolve: Resolver, functions: FunctionResolver | None) -> PyTreeSpec:
     """Returns the `PyTreeSpec` of a stored form.
 
     Args:
@@ -100,8 +100,9 @@ def _treespec_of(tree: Any, none_is_leaf: bool, namespace: str, *, is_sorted: bo
     Which of these a program of optree gets is a mode of the process, which is set where it is another one.
     """
     mode: Any = nullcontext()
-    if (optree.tree_structure({1: 0, 0: 0}, namespace=namespace).entries() == [0, 1]) is not is_sorted:
-        everywhere: Any = getattr(optree.registry, "__GLOBAL_NAMESPACE")
+    probe: Any = {1: 0, 0: 0}
+    if (optree.tree_structure(probe, namespace=namespace).entries() == [0, 1]) is not is_sorted:
+        everywhere: Any = vars(registry)["__GLOBAL_NAMESPACE"]
         mode = optree.dict_insertion_ordered(not is_sorted, namespace=namespace or everywhere)
     with mode:
         return optree.tree_structure(tree, none_is_leaf=none_is_leaf, namespace=namespace)

@@ -43,6 +43,8 @@ from ..sharding.dtypes import dtype_of_text, dtype_text
 
 Resolver = Callable[[str], type]
 """Returns the class called `module:qualname` if the program has it already; raises LookupError otherwise."""
+FunctionResolver = Callable[[str], object]
+"""Returns the class or function called `module:qualname` likewise."""
 
 MAX_VALUE_DEPTH = 100
 """Levels of a value, at most: it is encoded and decoded by recursive calls."""
@@ -436,7 +438,7 @@ def _most_of_one_hash(members: Sequence[object]) -> int:
     return max(collections.Counter(hashes).values())
 
 
-def decode_function(value: TypedValue, find: Resolver | None, path: str) -> object:
+def decode_function(value: TypedValue, find: FunctionResolver | None, path: str) -> object:
     """Returns the function of a stored form that `encode_function` made.
 
     Args:
