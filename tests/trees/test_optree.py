@@ -20,6 +20,7 @@ from hypothesis import given
 
 import treeckpt as tc
 from tests.helpers.strategies import same, trees
+from tests.helpers.world import on_ranks
 
 SPACE = "tests of optree"
 
@@ -153,6 +154,13 @@ def test_a_treespec_with_dicts_in_their_own_order_comes_back_so(tmp_path: Path, 
         assert round_trip(tmp_path / "d", SPECS[2]).paths() == SPECS[2].paths()
 
 
+def test_a_treespec_with_marks_as_nodes_comes_back(tmp_path: Path, marked: dict[str, Any]) -> None:
+    marked["nested"] = tc.FromRank({"w": tc.PerRank([marked["parts"]])}, 3)
+    treespec = optree.tree_structure(marked, namespace="treeckpt")
+    loaded = round_trip(tmp_path / "c", treespec)
+    assert loaded == treespec and str(loaded) == str(treespec)
+
+
 def test_a_treespec_names_the_class_that_a_program_lacks(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"value": SPECS[7]})
     entry = optree.unregister_pytree_node(Pair, namespace=SPACE)
@@ -236,6 +244,19 @@ def test_what_optree_takes_as_a_leaf_comes_as_it_was_saved(tmp_path: Path) -> No
         assert (loaded["text"], loaded["counter"], loaded["spec"]) == (state["text"], state["counter"], state["spec"])
     whole = tc.load(tmp_path / "c", optree.treespec_leaf())
     assert list(whole) == list(state)
+
+
+def test_a_treespec_gives_each_rank_what_is_its_own(tmp_path: Path) -> None:
+    def own(rank: int) -> dict[str, Any]:
+        return {"a": tc.PerRank(np.full(rank + 1, rank)), "b": tc.PerRank({"x": [rank] * (rank + 1)})}
+
+    on_ranks(2, lambda comm: tc.save(tmp_path / "c", own(comm.rank), comm=comm))
+    for namespace in ("", "treeckpt"):
+        treespecs = [optree.tree_structure(own(rank), namespace=namespace) for rank in range(2)]
+        outcomes = on_ranks(2, lambda comm, specs=treespecs: tc.load(tmp_path / "c", specs[comm.rank], comm=comm))
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.error is None and outcome.value["a"].value.tolist() == [rank] * (rank + 1)
+            assert outcome.value["b"].value == {"x": [rank] * (rank + 1)}
 
 
 def test_names_of_one_array_are_one_object_of_an_abstract_target(tmp_path: Path) -> None:

@@ -132,14 +132,9 @@ def _spec_of(leaf: Leaf, ties: dict[object, ArraySpec]) -> ArraySpec | None:
     """
     if leaf.spec is None:
         return None
-    spec = msgspec.structs.replace(leaf.spec, device=None)
-    return ties.setdefault((_base_of(leaf), spec), spec)
-
-
-def _base_of(leaf: Leaf) -> int:
-    """Returns the number of the array that a leaf is, as a whole."""
-    record = leaf.record
-    return record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    record, spec = leaf.record, msgspec.structs.replace(leaf.spec, device=None)
+    base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    return ties.setdefault((base, spec), spec)
 
 
 def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
@@ -237,9 +232,9 @@ class SavedTargets:
 
     def _target(self, path: str) -> object:
         for number, job in reversed([*enumerate(self._jobs)]):
-            if (leaf := job.view.by_path.get(path)) is not None:
-                if job.selected(path):
-                    return _spec_of(leaf[0], self._ties) or LEAF
+            if path in job.view.by_path:
+                if job.selected(path) and (leaf := job.find(path)) is not None:
+                    return _spec_of(leaf, self._ties) or LEAF
             elif (node := self._containers_of(number).get(path)) is not None:
                 below = [f"{path}/{step}" if path else step for step, _ in paths_of(node)]
                 functions = resolve_function if job.options.allow_pickle else None
@@ -449,7 +444,8 @@ def _slot(
         return LeafPlaceholder(value)
     if job.options.rules and job.index.tables:
         refuse_plain(job, leaf, path, wanted)
-    base = _base_of(leaf)
+    record = leaf.record
+    base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     # leaves that are one object in like, and one array in the checkpoint, stay one object
     slot = ties.get((id(wanted), base))
     if slot is None:

@@ -236,6 +236,13 @@ class Load:
         """Whether a leaf under `PerRank` is that of the source rank; refuses what `find` does."""
         return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
 
+    def is_of_others(self, path: str) -> bool:
+        """Whether only other ranks than the source rank have a leaf of their own at a path."""
+        leaves = self.view.by_path[path]
+        if leaves[0].ranks is None:
+            return False
+        return not any(self.source_rank in decode_runs(leaf.ranks or ()) for leaf in leaves)
+
     def value(self, leaf: Leaf, path: str) -> object:
         """Returns a saved value."""
         record = leaf.record
@@ -378,7 +385,8 @@ class Load:
         """
         self.options.check_used(lambda: [*self.names, *wanted])
         lacks = frozenset(self.missing).__contains__
-        differences = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        saved = [path for path in self.view.by_path if not self.is_of_others(path)]
+        differences = compare_leaves(wanted, saved, lacks=lacks, whole=whole, selects=self.selected)
         self.unexpected = [*differences.unexpected]
         check_same(differences, self.options.strict)
 

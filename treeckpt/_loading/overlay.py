@@ -228,7 +228,7 @@ def _check_asked(
         in_place: a leaf that is one array with a filled leaf is filled too.
     """
     here = global_rank(comm)
-    given = sorted(set[str]().union(*(part.wins for part in parts)))
+    given = sorted({path for part in parts for path in part.wins if not part.job.is_of_others(path)})
     differences = compare_leaves(wanted, given, whole=whole, selects=options.selects)
     missing: list[str] = []
     for path in differences.missing:

@@ -96,23 +96,23 @@ class FromRank:
 
 
 def _flatten_mark(mark: Any) -> tuple[Any, ...]:
-    others = [getattr(mark, field.name) for field in dataclasses.fields(mark)][1:]
-    return (mark.value,), (type(mark), *others), ("value",)
+    others = tuple(getattr(mark, field.name) for field in dataclasses.fields(mark))[1:]
+    return (mark.value,), others, ("value",)
 
 
-def _unflatten_mark(auxiliary: Any, values: Any) -> Any:
-    kind, *others = auxiliary
-    return kind(values[0], *others)
+MARKS: dict[str, type] = {}
+"""The classes of this package that are nodes of optree in `NAMESPACE`, by name."""
 
 
 def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
     """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
     register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
     register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+    MARKS[kind.__name__] = kind
 
 
-for _kind in (PerRank, FromRank):
-    register_mark(_kind, _flatten_mark, _unflatten_mark)
+register_mark(PerRank, _flatten_mark, lambda _, values: PerRank(values[0]))
+register_mark(FromRank, _flatten_mark, lambda others, values: FromRank(values[0], *others))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ It is stored as the structure of the tree that it makes of marks, so every kind 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ import optree
 from optree import PyTreeSpec, registry
 
 from ...errors import TreeError
-from .flatten import flatten, unflatten
+from .containers import MARKS, NAMESPACE
+from .flatten import flatten, replace_leaves, unflatten
 from .structure import Structure, paths_of
 from .value_codec import FunctionResolver, Resolver, TypedValue
 
@@ -29,6 +31,35 @@ class _Leaf:
 
 
 LEAF = _Leaf()
+
+
+class MarkNode:
+    """Stands in a stored tree for a mark that is a node of optree, and is a leaf where a tree is saved."""
+
+    def __init__(self, mark: Any) -> None:
+        entry: Any = optree.register_pytree_node.get(type(mark), namespace=NAMESPACE)  # pyright: ignore
+        children, auxiliary, _ = entry.flatten_func(mark)
+        self.parts = [_with_mark_nodes(child) for child in children], (type(mark).__name__, auxiliary)
+
+    @staticmethod
+    def mark(auxiliary: Any, children: Any) -> Any:
+        """Returns the mark of a node."""
+        name, own = auxiliary
+        entry: Any = optree.register_pytree_node.get(MARKS[name], namespace=NAMESPACE)  # pyright: ignore
+        return entry.unflatten_func(own, children)
+
+
+_register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
+_register(MarkNode, attrgetter("parts"), MarkNode.mark, namespace=NAMESPACE)
+
+
+def _with_mark_nodes(tree: Any) -> Any:
+    """Returns a tree with a node in the place of each mark that is a leaf."""
+    leaves = [leaf for _, leaf in flatten(tree, namespace=NAMESPACE)[1]]
+    if not any(type(leaf) in MARKS.values() for leaf in leaves):
+        return tree
+    new = (MarkNode(leaf) if type(leaf) in MARKS.values() else leaf for leaf in leaves)
+    return replace_leaves(tree, new, namespace=NAMESPACE)
 
 
 def tree_of(treespec: PyTreeSpec) -> Any:
@@ -55,8 +86,8 @@ def encode_treespec(treespec: PyTreeSpec) -> TypedValue:
         TreeError: a container in it cannot be stored.
     """
     tree = tree_of(treespec)
-    structure, leaves = flatten(tree, namespace=treespec.namespace)
     none_is_leaf, namespace = treespec.none_is_leaf, treespec.namespace
+    structure, leaves = flatten(_with_mark_nodes(tree) if namespace == NAMESPACE else tree, namespace=namespace)
     made = (
         is_sorted
         for is_sorted in (True, False)
