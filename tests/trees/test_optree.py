@@ -21,6 +21,10 @@ from hypothesis import given
 import treeckpt as tc
 from tests.helpers.strategies import same, trees
 from tests.helpers.world import on_ranks
+from treeckpt._arrays.registry import decode, encode
+from treeckpt._cli.main import main
+from treeckpt._core.tree.treespec import KIND
+from treeckpt._core.tree.value_codec import TypedValue
 
 SPACE = "tests of optree"
 
@@ -132,8 +136,6 @@ def test_a_treespec_comes_back_equal(tmp_path: Path, treespec: optree.PyTreeSpec
 
 @given(trees(per_rank=False, max_leaves=6))
 def test_the_treespec_of_any_tree_comes_back_equal(value: Any) -> None:
-    from treeckpt._arrays.registry import decode, encode
-
     treespec = optree.tree_structure(value, namespace="treeckpt-tests")
     again = decode(encode(treespec, "", allow_pickle=False), "", allow_pickle=False)
     assert again == treespec
@@ -162,7 +164,7 @@ def test_a_treespec_with_marks_as_nodes_comes_back(tmp_path: Path, marked: dict[
 
 
 def test_a_treespec_names_the_class_that_a_program_lacks(tmp_path: Path) -> None:
-    tc.save(tmp_path / "c", {"value": SPECS[7]})
+    tc.save(tmp_path / "c", {"value": optree.tree_structure([Pair(1, 2)], namespace=SPACE)})
     entry = optree.unregister_pytree_node(Pair, namespace=SPACE)
     try:
         with pytest.raises(tc.MismatchError, match=r"value: .*Pair.*not registered.*Register it"):
@@ -179,6 +181,39 @@ def test_a_treespec_that_cannot_be_made_again_is_refused_before_it_is_saved(tmp_
     with pytest.raises(tc.TreeError, match=r"value/0: .*default_factory"):
         tc.save(tmp_path / "c", {"value": factory})
     assert not (tmp_path / "c" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        (),
+        (False, ""),
+        (False, "", True, "[", 0),
+        (False, "", True, '["list",[null]]', 1),
+        (False, "", True, '["list",[null]]', "x"),
+        (False, "", True, '["list",' * 3000 + "null" + "]" * 3000),
+        (False, "", True, '["dict",["a","b"],[null]]'),
+        (False, "", True, '["absent",0,[]]'),
+        (False, "", True, '["per_rank",[[[1,1]]],[null]]'),
+        (False, "", True, '["custom","",0,[],[]]'),
+        (False, "", True, '["custom","os:system",null,[],[]]'),
+        (False, "treeckpt", True, '["custom","treeckpt._core.tree.treespec:MarkNode",["tuple",["PerRank"]],[],[]]'),
+    ],
+)
+def test_a_hostile_treespec_is_refused(items: tuple[Any, ...]) -> None:
+    with pytest.raises((tc.FormatError, tc.MismatchError), match=r"^here"):
+        decode(TypedValue(KIND, items), "here", allow_pickle=False)
+
+
+def test_show_prints_a_treespec_also_without_its_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tc.save(tmp_path / "c", {"value": optree.tree_structure([Pair(1, 2)], namespace=SPACE), "other": SPECS[2]})
+    assert main(["show", str(tmp_path / "c")]) == 0
+    assert "other" in capsys.readouterr().out
+    entry = optree.unregister_pytree_node(Pair, namespace=SPACE)
+    try:
+        assert main(["show", str(tmp_path / "c")]) == 0 and "value" in capsys.readouterr().out
+    finally:
+        optree.register_pytree_node(Pair, entry.flatten_func, entry.unflatten_func, namespace=SPACE)
 
 
 # structures as targets -----------------------------------------------------------------------------------------------
@@ -349,6 +384,18 @@ def test_every_call_that_takes_a_path_takes_those_of_optree(saved: Path, tmp_pat
     manager.restore(into=into, select=accessor)
 
 
+def test_rules_take_paths_of_optree(saved: Path) -> None:
+    accessor = next(a for a in optree.tree_accessors(tree()) if tc.path_text(a) == "w")
+    rules = tc.rules
+    assert rules.Rename(accessor, ("new", "a/b")) == rules.Rename("w", "new/a~1b")
+    assert rules.Split(accessor, [("parts", 0), accessor]) == rules.Split("w", ("parts/0", "w"))
+    assert rules.Concat(accessor, "x") == rules.Concat("w", "x") == rules.Concat(["w"], "x")
+    parts = tc.load(saved, transforms=[rules.Split(accessor, ("left", "right"), axis=0), rules.Drop(("a", 0))])
+    assert (parts["left"].tolist(), parts["right"].tolist()) == ([0, 1], [2, 3])
+    with pytest.raises(tc.MismatchError, match="Rename"):
+        rules.Rename(("a", object()), "b")
+
+
 def test_the_rows_of_a_table_are_chosen_by_a_path_of_optree(tmp_path: Path) -> None:
     table = tc.KeyedTable(np.array([1, 2, 3]), {"rows": np.arange(6).reshape(3, 2)}, buckets=2)
     tc.save(tmp_path / "c", {"emb": [table]})
@@ -363,6 +410,14 @@ def test_training_state_is_restored_by_a_path_of_optree(tmp_path: Path) -> None:
     accessor = next(a for a in optree.tree_accessors({"model": {"weight": 0, "bias": 0}}) if a.path[1] == "bias")
     report = tc.training.restore(tmp_path / "c", model, select=accessor, strict=False)
     assert report.loaded == 1
+    named = {"old": {"weight": torch.ones(1, 2), "bias": torch.ones(1)}}
+    tc.save(tmp_path / "d", named)
+    whole = optree.tree_accessors({"old": 0})[0]
+    tc.training.restore(tmp_path / "d", model, rename={whole: ("model",)}, from_root=True)
+    assert model.weight.tolist() == [[1, 1]]
+    tc.save(tmp_path / "e", {"weight": torch.zeros(1, 2), "bias": torch.ones(1)})
+    tc.training.restore(tmp_path / "e", model, under=optree.tree_accessors({"model": 0})[0])
+    assert model.weight.tolist() == [[0, 0]]
     assert set(tc.training.state(model, select=[accessor], rng=False)["model"]) == {"bias"}
 
 

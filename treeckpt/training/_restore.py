@@ -25,7 +25,7 @@ from .._arrays.stateful import plan_state
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.paths import Selection
+from .._core.tree.paths import Selection, as_path
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
 from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
@@ -162,7 +162,7 @@ def restore(
     exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    under: str = "",
+    under: Any = "",
     from_root: bool = False,
     strict: Strict = True,
     cast: bool = False,
@@ -187,7 +187,8 @@ def restore(
             they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
-        under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
+        under: where in a training state the source belongs, a path as text or keys: "model" for a state dict alone.
+            Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
@@ -199,6 +200,7 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
+    under = as_path(under, "under")
     options = LoadOptions(
         **choice_of(select, exclude), strict=strict, cast=cast,
         rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),

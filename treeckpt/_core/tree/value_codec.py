@@ -394,8 +394,8 @@ def _decode(
         if extra is not None:
             return extra(TypedValue(value.kind, tuple(items)))  # pyright: ignore[reportArgumentType]
         raise LookupError(value.kind)
-    except MismatchError as error:  # a dtype that this program lacks
-        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    except (MismatchError, FormatError) as error:  # a dtype or class that this program lacks
+        raise type(error)(path, expected=error.expected, found=error.found, hint=error.hint) from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
         found = f"{value.kind:.40} ({error!s:.200})"
         raise FormatError(path, expected="a value of a known kind", found=found) from error
