@@ -100,15 +100,22 @@ def _flatten_mark(mark: Any) -> tuple[Any, ...]:
     return (mark.value,), others, ("value",)
 
 
-MARKS: dict[str, type] = {}
-"""The classes of this package that are nodes of optree in `NAMESPACE`, by name."""
+class NodeFunctions(msgspec.Struct, frozen=True):
+    """The functions of a class that flatten and rebuild an instance, in the form of optree's."""
+
+    flatten_func: Callable[[Any], tuple[Any, ...]]
+    unflatten_func: Callable[[Any, Any], object]
+
+
+MARKS: dict[type, NodeFunctions] = {}
+"""The classes of this package that are nodes of optree in `NAMESPACE`."""
 
 
 def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
     """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
     register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
     register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
-    MARKS[kind.__name__] = kind
+    MARKS[kind] = NodeFunctions(flatten, unflatten)
 
 
 register_mark(PerRank, _flatten_mark, lambda _, values: PerRank(values[0]))
@@ -298,13 +305,6 @@ def _flatten_mapping(tree: Any, items: dict[Any, Any], state: tuple[object, ...]
     """Flattens an instance of a mapping class of another library."""
     keys, fields = list(items), (type_name(type(tree)), encode_value(state, path))
     return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, list(items.values()))
-
-
-class NodeFunctions(msgspec.Struct, frozen=True):
-    """The functions of a class that is registered with torch, in the form of optree's."""
-
-    flatten_func: Callable[[Any], tuple[Any, ...]]
-    unflatten_func: Callable[[Any, Any], object]
 
 
 def registry_entry(kind: type, namespace: str) -> Any:

@@ -14,7 +14,7 @@ import optree
 from optree import PyTreeSpec, registry
 
 from ...errors import TreeError
-from .containers import MARKS, NAMESPACE
+from .containers import MARKS, NAMESPACE, register_mark
 from .flatten import flatten, replace_leaves, unflatten
 from .structure import Structure, paths_of
 from .value_codec import FunctionResolver, Resolver, TypedValue
@@ -37,28 +37,26 @@ class MarkNode:
     """Stands in a stored tree for a mark that is a node of optree, and is a leaf where a tree is saved."""
 
     def __init__(self, mark: Any) -> None:
-        entry: Any = optree.register_pytree_node.get(type(mark), namespace=NAMESPACE)  # pyright: ignore
-        children, auxiliary, _ = entry.flatten_func(mark)
+        children, auxiliary, _ = MARKS[type(mark)].flatten_func(mark)
         self.parts = [_with_mark_nodes(child) for child in children], (type(mark).__name__, auxiliary)
 
     @staticmethod
     def mark(auxiliary: Any, children: Any) -> Any:
         """Returns the mark of a node."""
         name, own = auxiliary
-        entry: Any = optree.register_pytree_node.get(MARKS[name], namespace=NAMESPACE)  # pyright: ignore
-        return entry.unflatten_func(own, children)
+        functions = {kind.__name__: functions for kind, functions in MARKS.items()}[name]
+        return functions.unflatten_func(own, children)
 
 
-_register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
-_register(MarkNode, attrgetter("parts"), MarkNode.mark, namespace=NAMESPACE)
+register_mark(MarkNode, attrgetter("parts"), MarkNode.mark)
 
 
 def _with_mark_nodes(tree: Any) -> Any:
     """Returns a tree with a node in the place of each mark that is a leaf."""
     leaves = [leaf for _, leaf in flatten(tree, namespace=NAMESPACE)[1]]
-    if not any(type(leaf) in MARKS.values() for leaf in leaves):
+    if not any(type(leaf) in MARKS for leaf in leaves):
         return tree
-    new = (MarkNode(leaf) if type(leaf) in MARKS.values() else leaf for leaf in leaves)
+    new = (MarkNode(leaf) if type(leaf) in MARKS else leaf for leaf in leaves)
     return replace_leaves(tree, new, namespace=NAMESPACE)
 
 
