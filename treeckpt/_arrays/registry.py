@@ -20,12 +20,15 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from optree import PyTreeSpec
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import ArraySpec
 from .._core.tree.tensor_parts import TensorParts
+from .._core.tree.treespec import KIND as TREESPEC
+from .._core.tree.treespec import decode_treespec, encode_treespec
 from .._core.tree.value_codec import TypedValue, Value, decode_value, encode_value
 from ..errors import CorruptError, FormatError, MismatchError, TreeckptError, TreeError
 from .base import (
@@ -431,7 +434,9 @@ def is_same_value(first: object, second: object, path: str = "") -> bool:
 
 
 def encode_of_library(value: object) -> TypedValue | None:
-    """Stores a value of a library whose adapter has `encode` and `decode`."""
+    """Stores a `PyTreeSpec`, and a value of a library whose adapter has `encode` and `decode`."""
+    if type(value) is PyTreeSpec:
+        return encode_treespec(value)
     found = (getattr(_LIBRARIES[name].get(), "encode", None) for name in _libraries(type(value)))
     return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
 
@@ -446,6 +451,8 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
         return value
 
     def extra(typed: TypedValue) -> object:
+        if typed.kind == TREESPEC:
+            return decode_treespec(typed, resolve, resolve_function if allow_pickle else None)
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
         if typed.kind == "refused":
@@ -508,15 +515,26 @@ def resolve(name: str) -> type:
     Raises:
         LookupError: there is no such class in this process.
     """
+    found: Any = resolve_function(name)
+    if not issubclass(type(found), type):
+        raise LookupError(name)
+    return found
+
+
+def resolve_function(name: str) -> object:
+    """Returns the class or function `module:qualname` as `resolve` does."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     known: Any = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
-    for part in qualname.split("."):
+    *classes, last = qualname.split(".")
+    for part in classes:
         found = known.get(part)
         if not issubclass(type(found), type):
             raise LookupError(name)
         known = type.__getattribute__(found, "__dict__")
-    return found
+    if last not in known:
+        raise LookupError(name)
+    return known[last]
 
 
 # blobs: texts and bytes that are too long for an index, saved and read as an array, uint8[n] --------------------------

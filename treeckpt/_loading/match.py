@@ -34,9 +34,9 @@ from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
 from .._core.tree.keyed_table import chosen_ids
 from .._core.tree.leaf_differences import SequenceReplacement, Strict, check_same, compare_leaves
-from .._core.tree.paths import check_used, compile_globs, path_text
+from .._core.tree.paths import as_path, check_used, compile_globs, path_text, with_field_names
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import empty_container_paths
+from .._core.tree.structure import Structure, empty_container_paths
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import SlabAllocator, available_memory
@@ -86,7 +86,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.ids is not None:
-            msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
+            given = self.ids
+            if isinstance(given, Mapping):
+                given = {as_path(path, "ids"): ids for path, ids in given.items()}
+            msgspec.structs.force_setattr(self, "ids", chosen_ids(given))
         if self.strict not in (True, False, "missing"):
             raise MismatchError("strict", expected="True or False or 'missing'", found=f"{self.strict!r:.60}")
 
@@ -94,6 +97,17 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def is_part(self) -> bool:
         """Whether some of a checkpoint may be left out."""
         return self.select is not None or self.exclude is not None or self.only is not None or bool(self.below)
+
+    def for_structure(self, structure: Structure) -> LoadOptions:
+        """Returns the options with the globs that paths of optree have become in a structure."""
+        if self.select is None and self.exclude is None and not self.below:
+            return self
+        return msgspec.structs.replace(
+            self,
+            select=with_field_names(self.select, structure),
+            exclude=with_field_names(self.exclude, structure),
+            below=(with_field_names((self.below,), structure) or ("",))[0],
+        )
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
@@ -131,7 +145,7 @@ class Load:
     """One load on one rank."""
 
     def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
-        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.rank, self.here = comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
         default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
@@ -147,6 +161,7 @@ class Load:
             self.ruled = view_of(self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=strict)
         self.view: Index | View = self.ruled or self.index
         """The leaves that can be matched."""
+        self.options = options.for_structure(self.view.structure)
         self.take = None if options.read.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
@@ -222,6 +237,13 @@ class Load:
     def owns(self, leaf: Leaf) -> bool:
         """Whether a leaf under `PerRank` is that of the source rank; refuses what `find` does."""
         return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
+
+    def is_of_others(self, path: str) -> bool:
+        """Whether only other ranks than the source rank have a leaf of their own at a path."""
+        leaves = self.view.by_path[path]
+        if leaves[0].ranks is None:
+            return False
+        return not any(self.source_rank in decode_runs(leaf.ranks or ()) for leaf in leaves)
 
     def value(self, leaf: Leaf, path: str) -> object:
         """Returns a saved value."""
@@ -373,7 +395,8 @@ class Load:
         """
         self.options.check_used(lambda: [*self.names, *wanted])
         lacks = frozenset(self.missing).__contains__
-        differences = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        saved = [path for path in self.view.by_path if not self.is_of_others(path)]
+        differences = compare_leaves(wanted, saved, lacks=lacks, whole=whole, selects=self.selected)
         self.unexpected = [*differences.unexpected]
         check_same(differences, self.options.strict)
 

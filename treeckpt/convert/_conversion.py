@@ -16,7 +16,7 @@ import msgspec
 from .. import _api
 from .._arrays.base import LazyArray
 from .._core.format.files import step_of
-from .._core.tree.paths import Selection, globs_of
+from .._core.tree.paths import Selection, as_path, globs_of
 from .._io.comm.comm import Comm, as_comm
 from .._io.public_calls import gc_paused
 from .._io.storage.foreign_formats import format_of_names
@@ -66,7 +66,7 @@ class ConvertOptions(TypedDict, total=False):
     memory: int | str
     select: Selection
     exclude: Selection
-    subtree: str
+    subtree: Any
     rename: Renaming
     transforms: Transforms
     hub_names: Any
@@ -109,7 +109,7 @@ def convert(
     memory: int | str = DEFAULT_MEMORY,
     select: Selection = None,
     exclude: Selection = None,
-    subtree: str = "",
+    subtree: Any = "",
     rename: Renaming = None,
     transforms: Transforms = None,
     hub_names: Any = None,
@@ -139,7 +139,8 @@ def convert(
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
             without running code; as an element of a sequence it becomes None, so that the others stay where they are.
-        subtree: a path: what is below it is the tree. All names begin there, those of select and of rules too.
+        subtree: a path, as text or keys: what is below it is the tree. All names begin there, those of select and of
+            rules too.
         rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
@@ -159,7 +160,7 @@ def convert(
     tree = (
         globs_of(select) or (),
         globs_of(exclude, "exclude") or (),
-        subtree,
+        as_path(subtree, "subtree"),
         as_rules(rename, transforms),
         hub_names,
     )
@@ -176,7 +177,9 @@ def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: 
     alone = comm.size == 1 and not options.rules and options.hub_names is None
     checkpoint = open_source(source, counted, alone=alone)
     with contextlib.closing(checkpoint.store):
-        chosen = _chosen(choosing.subtree(read_contents(checkpoint), options.subtree), options)
+        contents = read_contents(checkpoint)
+        below = LoadOptions(below=options.subtree).for_structure(contents.structure).below
+        chosen = _chosen(choosing.subtree(contents, below), options)
         # a save takes these from rank 0 alone; all ranks lay out the files of other formats
         sidecars = {name: read() for name, read in chosen.sidecars} if options.to != "treeckpt" or not comm.rank else {}
         if alone and not dry_run:
@@ -253,9 +256,10 @@ def _chosen(contents: Contents, options: ConvertJob) -> Contents:
     if options.rules:
         # before the rules: what they make is in no file
         check_source(contents)
-        contents = choosing.choose(transform(contents, options.rules), wanted)
+        contents = transform(contents, options.rules)
+        contents = choosing.choose(contents, wanted.for_structure(contents.structure))
     else:
-        contents = choosing.choose(contents, wanted)
+        contents = choosing.choose(contents, wanted.for_structure(contents.structure))
         check_source(contents)
     if options.hub_names is None:
         return contents

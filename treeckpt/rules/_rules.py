@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+from optree import PyTreeAccessor
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
+from .._core.tree.paths import as_path
 from ..errors import MismatchError
 from . import _composed_array as arrays
 from ._composed_array import ComposedArray, SourceBox, saved
@@ -32,8 +34,8 @@ class BaseRule(
 ):
     """The base of all rules.
 
-    A list becomes a tuple, a name in the place of several a tuple of it, a number of numpy one of Python, and a dtype
-    its name.
+    A list becomes a tuple, a name in the place of several a tuple of it, a path as keys or an accessor of optree its
+    text, a number of numpy one of Python, and a dtype its name.
 
     Args:
         optional: whether the rule may match no leaf; otherwise that is an error, as a misspelt name looks the same.
@@ -69,8 +71,13 @@ def _fields(kind: type[BaseRule]) -> list[tuple[str, Any, str]]:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    if isinstance(value, str) and kind == tuple[str, ...]:
-        value = (value,)
+    if kind in (str, str | None) and isinstance(value, tuple):
+        return as_path(value, "a path")
+    if kind == tuple[str, ...]:
+        several = (value,) if isinstance(value, (str, PyTreeAccessor)) else value
+        if isinstance(several, (list, tuple)) and any(isinstance(name, tuple) for name in several):
+            several = tuple(as_path(name, "a path") if isinstance(name, tuple) else name for name in several)
+        value = several
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -10,6 +10,7 @@ messages.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -25,7 +26,7 @@ from .._arrays.stateful import plan_state
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.paths import Selection
+from .._core.tree.paths import Selection, as_path
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
 from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
@@ -36,7 +37,7 @@ from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choi
 from .._loading.overlay import Bank
 from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_versions
-from ..errors import MismatchError
+from ..errors import CheckpointNotFound, MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
@@ -163,7 +164,7 @@ def restore(
     exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    under: str = "",
+    under: Any = "",
     from_root: bool = False,
     strict: Strict = True,
     cast: bool = False,
@@ -188,7 +189,7 @@ def restore(
             they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
-        under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
+        under: the path in a training state where the source belongs: "model" of a state dict. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
@@ -200,13 +201,13 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
+    comm, under = as_comm(comm, sends_messages=False), under if isinstance(under, str) else as_path(under, "under")
     options = LoadOptions(
         **choice_of(select, exclude), strict=strict, cast=cast,
         rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
         fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
     )  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
-    comm = as_comm(comm, sends_messages=False)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     stored, once = following(source, options.read.follow_links), bool(options.read.once)
     return on_versions(stored, run, together=once) if is_stored(source) else run(source)
@@ -218,6 +219,9 @@ def _restore(
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
     opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
+    for checkpoint in opened if options.is_part else ():
+        with contextlib.suppress(CheckpointNotFound):  # one that may be missing
+            options = options.for_structure(checkpoint.index.structure)
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
