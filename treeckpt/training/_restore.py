@@ -82,6 +82,7 @@ from ._sources import (
     RestoreSource,
     TreeSource,
     check_globs,
+    check_source,
     children_of,
     descend,
     holds_state_dicts,
@@ -222,6 +223,7 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
+        check_source(placed)
         model, arranged = collect_entries(targets.model), placed
         if (targets.optimizer is not None and holds_state_dicts(placed)) or lacks_names(placed, model.entries):
             arranged, rules = as_training_state(placed, model, targets.optimizer, options.rules)

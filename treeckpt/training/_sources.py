@@ -566,6 +566,17 @@ def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root:
     return (carried(*rules),) if rules and not from_root else rules
 
 
+def check_source(given: Any) -> None:
+    """Raises a MismatchError for what is no source of a restore."""
+    if not isinstance(given, Mapping) and not is_stored(given):
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
+        )
+
+
 def lacks_names(given: Any, entries: Iterable[StateDictEntry]) -> TypeGuard[Checkpoint]:
     """Whether a source is a checkpoint that has not all names of the model here."""
     return isinstance(given, Checkpoint) and not all(entry.path in given.index.by_path for entry in entries)
@@ -696,7 +707,8 @@ def open_source(
     source: Any
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
-    elif stored is not None:
+    else:
+        assert stored is not None, "checked before"
 
         def own_rules(origin: From) -> tuple[Rule, ...]:
             assert isinstance(origin.path, Checkpoint), "the bank is opened"
@@ -704,13 +716,6 @@ def open_source(
             return (*rules, *wrapper_rules(origin.path.index, entries, rules))
 
         source = CheckpointSource(stored, comm, options, own_rules)
-    else:
-        raise MismatchError(
-            "",
-            expected="a path, a store, a bank of them, or a tree as training.state gives it",
-            found=f"{type(given).__name__}",
-            hint="The path comes first: restore(path, model, optimizer)",
-        )
     root = source.structure
     if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
         keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
