@@ -58,6 +58,8 @@ from ._modules import WRAPPER_STEPS, Key, StateDictEntry
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
 """How the path of a leaf ends of which each rank has its own."""
+MAX_WRAPPERS = 6
+"""Steps of wrappers in one saved name that are looked at: each choice of them is tried."""
 
 
 class RestoreSource(Protocol):
@@ -596,10 +598,10 @@ def wrapper_rules(index: Index, entries: Iterable[StateDictEntry], rules: Sequen
     for path in saved if missing else ():
         above, _, name = path.rpartition("/")
         steps = name.split(".")
-        places = [place for place, step in enumerate(steps) if step in WRAPPER_STEPS]
+        places = [place for place, step in enumerate(steps) if step in WRAPPER_STEPS][:MAX_WRAPPERS]
         if not places or path in here or "*" in path or "$" in path:
             continue
-        for out in itertools.chain(*(itertools.combinations(places, n + 1) for n in range(min(len(places), 8)))):
+        for out in itertools.chain(*(itertools.combinations(places, n + 1) for n in range(len(places)))):
             kept = [step for place, step in enumerate(steps) if place not in out]
             if f"{above}/{'.'.join(kept)}" in missing:
                 inside = len(steps) - out[-1] - 1
