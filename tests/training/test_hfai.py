@@ -241,6 +241,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         load(tmp_path / "c", net(), map_location="cuda")
     with pytest.raises(tc.MismatchError, match=r"allow_pickle: expected False, with weights_only=True"):
         load(tmp_path / "c", weights_only=True, allow_pickle=True)
+    with pytest.raises(TypeError, match=r"'encoding' is no option of training.load, nor of training.restore"):
+        load(tmp_path / "c", encoding="latin1")
     with pytest.raises(tc.MismatchError, match=r"mmap: .*filled in place"):
         load(tmp_path / "c", net(), mmap=True)
     with pytest.raises(tc.MismatchError, match="replicas: expected 'same' or 'rank0'"):
@@ -443,6 +445,13 @@ def test_optimizers_may_have_parameters_outside_of_the_models(tmp_path: Path) ->
     assert same_tensors(sgd.state_dict(), optimizers[1].state_dict())
     with pytest.raises(tc.TreeError, match="parameters of the model that is given"):
         training.state(model, optimizers[0])
+    parts = {"model": [model.state_dict()], "optimizer": [optimizer.state_dict() for optimizer in optimizers]}
+    write_parts(tmp_path / "parts", parts, {}, 2)
+    fresh, other, beta, theirs = job(2)
+    with pytest.raises(tc.MismatchError, match=r"own parameters are not in state dicts: strict=False"):
+        load(tmp_path / "parts", fresh, theirs)
+    load(tmp_path / "parts", fresh, theirs, strict=False)
+    assert beta.tolist() == [2.0] and same_tensors(theirs[1].state_dict(), optimizers[1].state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")

@@ -192,6 +192,10 @@ def test_rules_and_globs_come_before_the_steps_of_wrappers(tmp_path: Path) -> No
     training.restore(tmp_path / "a.pt", fresh, exclude="model/last.*")
     assert torch.equal(fresh.last.weight, began["last.weight"])
     assert torch.equal(fresh.first.weight, model.module.first.weight)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "run.ckpt")
+    other = net(2)
+    training.restore(tmp_path / "run.ckpt", other, from_root=True, rename={"state_dict": "model"})
+    assert same_tensors(other.state_dict(), model.module.state_dict())
     fresh.add_module("new", nn.Linear(2, 2))
     with pytest.raises(tc.MismatchError, match=r"2 missing in the checkpoint: model/new\.weight, model/new\.bias"):
         training.restore(tmp_path / "a.pt", fresh)

@@ -15,6 +15,7 @@ optimizers by position, and beside it what the state dicts of the program have i
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Unpack, get_args
@@ -27,6 +28,7 @@ from .. import _api
 from .._core.tree.containers import FromRank, PerRank
 from .._core.tree.dict_attributes import METADATA, copy_attributes
 from .._io.comm.comm import as_comm
+from .._io.public_calls import check_options
 from .._loading.options import Device, Fallback, ReadOptions
 from ..errors import MismatchError, TreeError
 from ..reports import SaveReport
@@ -129,9 +131,8 @@ def load(
 ) -> dict[str, Any]:
     """Loads what `save` or hfai saved: {"model": ..., "optimizer": ..., and the others by their names}.
 
-    Without `model` there are new state dicts of whole tensors for `load_state_dict`, by the names that the program's
-    own had (`module.` of DistributedDataParallel); those of optimizers number parameters in the saved order. A list of
-    one is returned as its element.
+    Without `model` these are new state dicts for `load_state_dict`, by the names that the program's own had (`module.`
+    of DistributedDataParallel); those of optimizers number parameters in the saved order. A list of one is its element.
 
     >>> report = tc.training.save("ckpt", model, optimizer, others={"epoch": 3})
     >>> tc.training.load("ckpt", model, optimizer)["epoch"]
@@ -166,6 +167,7 @@ def load(
         raise MismatchError("allow_pickle", expected="False, with weights_only=True", found="True")
     if mmap:
         options["read"] = msgspec.structs.replace(options.get("read") or ReadOptions(), mmap=True)
+    check_options(options, inspect.signature(restore).parameters, "training.load, nor of training.restore")
     given = {"comm": as_comm(group, sends_messages=False), "allow_pickle": allow_pickle, **options}
     if model is not None:
         return _fill(fname, _by_position(model), _by_position(optimizer), map_location, given)
@@ -193,7 +195,13 @@ def _fill(fname: Any, models: Any, optimizers: Any, map_location: Any, given: di
         apart = [part for part in _RESERVED if part in saved]
         others = _api.load(fname, comm=given["comm"], exclude=apart)
         others = {name: value for name, value in others.items() if name not in apart}
-    report = restore(fname, *targets, **{"rng": False, "fallback": Fallback(per_rank={"extra": "take"}), **given})
+    given = {"rng": False, "fallback": Fallback(per_rank={"extra": "take"}), **given}
+    try:
+        report = restore(fname, *targets, **given)
+    except MismatchError as error:
+        if every is not models and others is not None:
+            error.add_hint("Optimizers' own parameters are not in state dicts: strict=False leaves them as they are")
+        raise
     others = _values(report.extra or {}) if others is None else others
     state_dicts = {"model": _unwrapped({name: one.state_dict() for name, one in models.items()})}
     if optimizers is not None:

@@ -82,6 +82,7 @@ from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
     RestoreSource,
     check_globs,
+    check_source,
     children_of,
     descend,
     holds_state_dicts,
@@ -225,6 +226,7 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
+        check_source(placed)
         if from_root and targets.optimizer is not None and isinstance(placed, Checkpoint):
             named, rest = named_from_root(placed, options.rules)
             if holds_state_dicts(named) and not holds_state_dicts(placed):

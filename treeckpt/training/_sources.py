@@ -58,6 +58,8 @@ from ._modules import WRAPPER_STEPS, Key, StateDictEntry
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
 """How the path of a leaf ends of which each rank has its own."""
+MAX_WRAPPERS = 6
+"""Steps of wrappers in one saved name that are looked at: each choice of them is tried."""
 
 
 class RestoreSource(Protocol):
@@ -605,6 +607,17 @@ def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root:
     return (carried(*rules),) if rules and not from_root else rules
 
 
+def check_source(given: Any) -> None:
+    """Raises a MismatchError for what is no source of a restore."""
+    if not isinstance(given, Mapping) and not is_stored(given):
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
+        )
+
+
 def lacks_names(given: Any, entries: Iterable[StateDictEntry]) -> TypeGuard[Checkpoint]:
     """Whether a source is a checkpoint that has not all names of the model here."""
     return isinstance(given, Checkpoint) and not all(entry.path in given.index.by_path for entry in entries)
@@ -624,10 +637,10 @@ def wrapper_rules(index: Index, entries: Iterable[StateDictEntry], rules: Sequen
     for path in saved if missing else ():
         above, _, name = path.rpartition("/")
         steps = name.split(".")
-        places = [place for place, step in enumerate(steps) if step in WRAPPER_STEPS]
+        places = [place for place, step in enumerate(steps) if step in WRAPPER_STEPS][:MAX_WRAPPERS]
         if not places or path in here or "*" in path or "$" in path:
             continue
-        for out in itertools.chain(*(itertools.combinations(places, n + 1) for n in range(min(len(places), 8)))):
+        for out in itertools.chain(*(itertools.combinations(places, n + 1) for n in range(len(places)))):
             kept = [step for place, step in enumerate(steps) if place not in out]
             if f"{above}/{'.'.join(kept)}" in missing:
                 inside = len(steps) - out[-1] - 1
@@ -741,7 +754,8 @@ def open_source(
     source: Any
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
-    elif stored is not None:
+    else:
+        assert stored is not None, "checked before"
 
         def own_rules(origin: From) -> tuple[Rule, ...]:
             assert isinstance(origin.path, Checkpoint), "the bank is opened"
@@ -749,13 +763,6 @@ def open_source(
             return (*rules, *wrapper_rules(origin.path.index, entries, rules))
 
         source = CheckpointSource(stored, comm, options, own_rules)
-    else:
-        raise MismatchError(
-            "",
-            expected="a path, a store, a bank of them, or a tree as training.state gives it",
-            found=f"{type(given).__name__}",
-            hint="The path comes first: restore(path, model, optimizer)",
-        )
     root = source.structure
     if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
         keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
