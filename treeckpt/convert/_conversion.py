@@ -134,8 +134,7 @@ def convert(
             sidecar files (config.json, a tokenizer) in the directory, or beside the file.
         to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
         dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
-        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
-            then, and an index.
+        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB": for a directory of several.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
             without running code; as an element of a sequence it becomes None, so that the others stay where they are.
@@ -157,13 +156,8 @@ def convert(
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
-    tree = (
-        globs_of(select) or (),
-        globs_of(exclude, "exclude") or (),
-        as_path(subtree, "subtree"),
-        as_rules(rename, transforms),
-        hub_names,
-    )
+    rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
+    tree = (globs_of(select) or (), left_out, as_path(subtree, "subtree"), rules, hub_names)
     options = ConvertJob(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
