@@ -159,6 +159,7 @@ def a_tree_that_one_rank_can_not_bring_fails_on_all(here: Rank) -> None:
         with pytest.raises(tc.RankError, match=r"rank 6: TreeError: a: .*subclass") as caught:
             act(refused)
         assert list(caught.value.ranks) == [6]
+    for act in (lambda t: tc.trees.broadcast(t, src=6), lambda t: tc.trees.distribute(t, t, src=6)):
         with pytest.raises((tc.LayoutError, tc.RankError), match="partial sum"):
             act({"w": partial})
     with pytest.raises(tc.MismatchError, match="rank 6"):

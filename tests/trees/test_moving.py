@@ -566,3 +566,80 @@ def test_a_view_before_its_array_is_gathered_as_a_view() -> None:
         assert torch.equal(found["all"], whole) and torch.equal(found["row"], whole[0])
         found["row"].zero_()
         assert torch.equal(found["all"][0], torch.zeros(3))
+
+
+# as torch's utilities -------------------------------------------------------------------------------------------------
+class Unknown:
+    """A value of a kind that no checkpoint holds."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+
+
+WITHOUT_CHECK: dict[str, Callable[[Any], Any]] = {
+    "gather": lambda tree: tc.trees.gather(tree, type_check=False),
+    "distribute": lambda tree: tc.trees.distribute(tree, {"a": 0, "b": 0, "w": BASE}, type_check=False),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CHECK)
+def test_type_check_false_takes_a_deep_copy_of_values_of_unknown_kinds(name: str) -> None:
+    """pytorch-state_dict_utils, lines 484-487: `copy.deepcopy`, where `type_check` refuses such a value."""
+    one = Unknown([1])
+    found = WITHOUT_CHECK[name]({"a": one, "b": one, "w": BASE})
+    assert type(found["a"]) is Unknown and found["a"] is not one and found["a"].inner == [1]
+    assert found["b"] is found["a"]
+
+
+def test_copy_into_puts_deep_copies_of_unknown_values_without_type_check() -> None:
+    one, into = Unknown(1), {"a": Unknown(2), "w": torch.zeros(4, 6)}
+    with pytest.raises(tc.TreeError, match="type_check=False"):
+        tc.trees.copy_into({"a": one, "w": BASE}, into)
+    assert into["a"].inner == 2 and not into["w"].any()
+    tc.trees.copy_into({"a": one, "w": BASE}, into, type_check=False)
+    assert into["a"].inner == 1 and into["a"] is not one and torch.equal(into["w"], BASE)
+
+
+def test_an_error_advises_only_options_that_the_function_has() -> None:
+    """Of an object of an unknown class; pickles are an option of save and load alone."""
+    tree = {"a": Unknown()}
+    for act in (tc.trees.offload, tc.trees.gather, tc.trees.broadcast, tc.trees.empty_like,
+                lambda t: tc.trees.copy_into(t, {"a": 1}), lambda t: tc.trees.distribute(t, {"a": 1}),
+                lambda t: tc.trees.distribute(t, {"a": 1}, src=0)):  # fmt: skip
+        with pytest.raises(tc.TreeError) as caught:
+            act(tree)
+        assert "allow_pickle" not in str(caught.value) and "type_check=False" in str(caught.value)
+    for act in (lambda t: tc.save(tc.MemoryStore(), t), lambda t: tc.save_async(tc.MemoryStore(), t).result()):
+        with pytest.raises(tc.TreeError, match=r"Or pass allow_pickle=True") as caught:
+            act(tree)
+        assert "type_check" not in str(caught.value)
+    with pytest.raises(tc.TreeError) as caught:
+        tc.save(tc.MemoryStore(), {"a": Unknown(sys.stdout)}, allow_pickle=True)
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("src", [None, 0])
+def test_distribute_without_strict_keeps_leaves_that_the_tree_lacks(src: int | None) -> None:
+    """pytorch-state_dict_utils, lines 1293-1312: a key that only the local state dict has stays."""
+    like = {"w": torch.zeros(4, 6), "kept": torch.ones(2), "v": 3}
+    found = tc.trees.distribute({"w": BASE, "more": 1}, like, src=src, strict=False)
+    assert torch.equal(found["w"], BASE) and found["kept"] is like["kept"] and found["v"] == 3
+    assert not like["w"].any()
+    with pytest.raises(tc.MismatchError, match="kept: .* found 2 not in the tree: kept, v.*strict=False"):
+        tc.trees.distribute({"w": BASE}, like, src=src)
+    with pytest.raises(tc.MismatchError, match="one leaf at least"):
+        tc.trees.distribute({"else": BASE}, like, src=src, strict=False)
+
+
+def test_names_that_count_from_zero_are_those_of_a_list() -> None:
+    """pytorch-state_dict_utils, lines 1405-1531: flattened names, and the nested dicts and lists again."""
+    tree = {"a": [torch.ones(1), {"b": [2, 3]}], "c": {"x": 1}}
+    assert tc.trees.unflatten_names(tc.trees.flatten_names(tree)) == tree
+    assert tc.trees.unflatten_names({"1": "b", "0": "a"}) == ["a", "b"], "in the order of the numbers"
+    assert tc.trees.unflatten_names({f"n.{i}": i for i in sorted(range(12), key=str)}) == {"n": list(range(12))}
+    for named in ({"a.1": 1}, {"a.0": 1, "a.2": 2}, {"a.0": 1, "a.00": 2}, {"a.0": 1, "a.b": 2}):
+        assert list(tc.trees.unflatten_names(named)["a"]) == [name[2:] for name in named], "a dict: there is a gap"
+    numbered = {"state": {0: 1, 1: 2}}
+    names = tc.trees.flatten_names(numbered)
+    assert tc.trees.unflatten_names(names, numbered) == numbered
+    assert tc.trees.unflatten_names(names) == {"state": [1, 2]}

@@ -699,6 +699,14 @@ def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, .
     return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
 
 
+def reduced(leaf: Any) -> torch.Tensor:
+    """Returns a DTensor without its partial sums: every rank of its mesh calls it, in the same order."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+    return as_kind(leaf.detach().redistribute(placements=placements), _spec(leaf))
+
+
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:
     """Raises the version counters: a backward that needs the old content raises, as after `copy_`."""
     chunks = [held.chunks for leaf in leaves if type(leaf) not in PLAIN_CLASSES and (held := described(leaf, ""))]

@@ -6,8 +6,10 @@ treated alike. Nothing here exchanges messages with other ranks.
 
 from __future__ import annotations
 
+import copy as copying
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from .._arrays.overlaps import conflicting_pair, in_same_memory, is_equal, piece
 from .._arrays.registry import (
     abstract_of,
     decode,
+    encodable,
     encode,
     is_same_value,
     is_value,
@@ -33,15 +36,35 @@ from .._arrays.stateful import expand_states, state_tree
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, intersect, subtract
 from .._core.tree.flatten import flatten, replace_leaves, update_in_place
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences, some_of
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path
 from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts
 from .._io.comm.comm import default_comm, global_rank
-from ..errors import LayoutError, MismatchError
+from ..errors import LayoutError, MismatchError, RankError, TreeError
 
+_log = logging.getLogger("treeckpt")
+
+TYPE_CHECK_ADVICE = "Or pass type_check=False, which copies it by copy.deepcopy, or sends its pickle"
 BLOCK = 16 << 20
 """Bytes that are compared at a time."""
+
+
+def chosen_ranks(ranks: Sequence[int] | None, size: int) -> list[int]:
+    """Returns the ranks that an argument `ranks` names, in order; all for None.
+
+    Raises:
+        TreeError, RankError: it is no list, or there is no such rank.
+    """
+    if isinstance(ranks, int):
+        raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
+    chosen = sorted(set(range(size) if ranks is None else ranks))
+    if not all(0 <= rank < size for rank in chosen):
+        raise RankError(
+            "ranks", ranks={}, expected=f"ranks of 0 to {size - 1}", found=f"{chosen}",
+            hint="Ranks are counted within the group",
+        )  # fmt: skip
+    return chosen
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
@@ -98,43 +121,93 @@ def match_leaves(
     return MatchedLeaves(before, taken, whole, differences)
 
 
-def copied_value(leaf: object, path: str) -> object:
-    """Returns a copy of a value that shares no object with it.
+class ValueCopies:
+    """Copies values of one tree, which share no object with them.
 
-    Raises:
-        TreeError: a value of an unknown kind, which cannot be copied reliably.
+    Args:
+        type_check: refuses values of unknown kinds, which cannot be copied reliably; without it `copy.deepcopy` copies
+            them, an object that stands at several places once.
     """
-    return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
+
+    def __init__(self, type_check: bool) -> None:
+        self.type_check = type_check
+        self.memo: dict[int, Any] = {}
+        """As of `copy.deepcopy`: the copy of each object by its id."""
+
+    def __call__(self, leaf: object, path: str) -> object:
+        """Returns a copy of a value.
+
+        Raises:
+            TreeError: it is of an unknown kind, or cannot be copied.
+        """
+        try:
+            return decode(encode(leaf, path, advice=TYPE_CHECK_ADVICE), path, allow_pickle=False)
+        except TreeError:
+            if self.type_check:
+                raise
+        try:
+            return copying.deepcopy(leaf, self.memo)
+        except Exception as error:  # raised by the object
+            raise TreeError(path, expected="a value that copy.deepcopy takes", found=f"{error}"[:200]) from error
 
 
-def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
+def distribute_local(
+    tree: Any, like: Any, *, strict: bool, device: str | None, type_check: bool, namespace: str
+) -> Any:
     """Does `treeckpt.trees.distribute` where every rank has the tree."""
     rank = global_rank(default_comm())
     tree, like = (state_tree(side, rank=rank, namespace=namespace) for side in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
+    _, leaves = flatten(like, rank=rank, namespace=namespace)
+    lacking = lacking_leaves([path for path, leaf in leaves if leaf is not ...], given, strict)
+    log_kept_leaves(lacking)
+    copied = ValueCopies(type_check)
 
     def new(path: str, leaf: object) -> object:
-        if leaf is ...:
+        if leaf is ... or path in lacking:
             return leaf
-        if path not in given:
-            raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
         # one leaf of like at two places takes two arrays, unless one array is given for both
         key = id(leaf), id(given[path])
         if key not in made:
-            made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
+            made[key] = _distributed_leaf(leaf, given[path], path, rank, device, copied)
         return made[key]
 
-    _, leaves = flatten(like, rank=rank, namespace=namespace)
     return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+def lacking_leaves(wanted: Sequence[str], given: Container[str], strict: bool) -> frozenset[str]:
+    """Returns the paths of wanted leaves that a tree lacks: these stay as they are in like.
+
+    Raises:
+        MismatchError: `strict`, and it lacks one; or it has none of them.
+    """
+    lacking = [path for path in wanted if path not in given]
+    if lacking and (strict or len(lacking) == len(wanted)):
+        raise MismatchError(
+            lacking[0],
+            expected="every leaf of like in the tree" if strict else "one leaf at least that like and the tree have",
+            found=some_of("not in the tree", lacking),
+            hint="Put `...` into like for what is not wanted"
+            + (", or pass strict=False to keep what like has there" if strict else ""),
+        )
+    return frozenset(lacking)
+
+
+def log_kept_leaves(lacking: Collection[str]) -> None:
+    """Logs which leaves of like stay, because the tree that is distributed lacks them."""
+    if lacking:
+        _log.warning("treeckpt.trees.distribute keeps leaves of like, %s", some_of("not in the tree", sorted(lacking)))
+
+
+def _distributed_leaf(
+    leaf: object, given: object, path: str, rank: int, device: str | None, copied: ValueCopies
+) -> object:
     source = source_of(given, path, rank)
     if source is None:
         if abstract_of(leaf, path, rank) is not None:
             raise MismatchError(path, expected="an array", found="a value in the tree", hint="Put a value into like")
-        return copied_value(given, path)
+        return copied(given, path)
     target = like_of(leaf, path, rank, device)
     if target is None:
         raise MismatchError(path, expected="a value", found="an array", hint="Put an array or an ArraySpec into like")
@@ -164,6 +237,7 @@ def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> 
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     made: dict[int, Any] = {}
+    copied_value = ValueCopies(True)
     indices = index_parts(structure)
 
     def new(path: str, leaf: object) -> object:
@@ -242,7 +316,15 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         fill(pieces, self.source.pieces)
 
 
-def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
+def copy_into(
+    tree: Any,
+    into: Any,
+    *,
+    cast: bool = False,
+    non_blocking: bool = False,
+    type_check: bool = True,
+    namespace: str = "",
+) -> None:
     """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
 
     Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
@@ -266,9 +348,10 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {index_path(path, rank): leaf for path, leaf in leaves}
+    copied = ValueCopies(type_check)
 
     def fill(target: Any) -> int:
-        matched = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
+        matched = match_leaves(target, structure, given, copied, rank=rank, namespace=namespace)
         if different := matched.differences.paths:
             missing, unexpected = matched.differences.missing, matched.differences.unexpected
             raise MismatchError(
@@ -284,8 +367,8 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
                 value
                 if id(old) in matched.whole  # consists of copies already
                 else old
-                if is_same_value(old, value, path)
-                else copied_value(value, path)
+                if encodable(value) and encodable(old) and is_same_value(old, value, path)
+                else copied(value, path)
             ),
             rank=rank,
             cast=cast,

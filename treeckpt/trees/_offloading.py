@@ -22,7 +22,7 @@ from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import ArraySpec
 from .._io.comm.comm import default_comm, global_rank
 from ..errors import TreeError
-from ._moving import copied_value, fill
+from ._moving import ValueCopies, fill
 
 Memory = Literal["plain", "pinned", "shared"]
 
@@ -63,6 +63,7 @@ def offload(tree: Any, *, memory: Memory = "plain", namespace: str = "") -> Any:
         copies[key] = _copy(array, None if block is None else block[offset : offset + array.nbytes])
         offset += _aligned(array.nbytes)
     made: dict[int, object] = {}
+    copied_value = ValueCopies(True)
     for (path, leaf), spec, arrays in zip(leaves, specs, parts, strict=True):
         if id(leaf) not in made:
             new = [copies[_key(array)] for array in arrays]
