@@ -81,7 +81,7 @@ def distribute_all(here: Rank, *, every: bool) -> None:
         assert not difference(like, kept(make, layout, here.rank, here.world, fill=0)), "like is as it was"
         tc.trees.copy_into(found, like)
         assert not (text := difference(like, expected)), f"{layout}: {text}"
-        copy = tc.trees.offload(found, memory=("plain", "shared", "pinned")[n % 3])  # pyright: ignore
+        copy = tc.trees.offload(found, pin=n % 3 == 2, share=n % 3 == 1)
         assert not (text := difference(copy, expected)), f"{layout}: {text}"
         assert tc.trees.same_structure(tc.trees.empty_like(found), expected), layout
 

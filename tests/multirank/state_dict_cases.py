@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _state_dict_utils as torch_utils
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import treeckpt as tc
 
@@ -61,9 +61,9 @@ def values_that_differ_stay_those_of_each_rank_where_receivers_are_named(here: R
         assert (theirs["lr"], theirs["own"]) == (found["lr"], found["own"])
     else:
         assert theirs == {} and found["w"] == tc.ArraySpec((6, 2), "float32")
-    with pytest.raises(tc.MismatchError, match="lr: .*rank 0"):
+    with pytest.raises(tc.MismatchError, match=r"lr: .*rank 0"):
         tc.trees.gather(tree)
-    with pytest.raises(tc.MismatchError, match="w: .*rank 0"):
+    with pytest.raises(tc.MismatchError, match=r"w: .*rank 0"):
         tc.trees.gather({"w": torch.full((3,), float(here.rank)), "lr": here.rank}, ranks=[0])
 
 
@@ -85,7 +85,7 @@ def partial_sums_are_reduced_when_they_are_gathered(here: Rank) -> None:
     only = tc.trees.gather(tree, ranks=[3])
     assert bits(only["w"]) == bits(found["w"]) if here.rank == 3 else only["w"].shape == (6, 2)
     lacking = {"w": summed} if here.rank < 3 else {"v": 1}
-    with pytest.raises(tc.LayoutError, match="w: .* none on rank 3"):
+    with pytest.raises(tc.LayoutError, match=r"w: .* none on rank 3"):
         tc.trees.gather(lacking)
     assert torch.equal(tc.trees.gather({"v": torch.ones(2)})["v"], torch.ones(2)), "the next one works"
 
@@ -134,7 +134,7 @@ def objects_of_unknown_kinds_are_each_ranks_own_or_sent_without_type_check(here:
     with pytest.raises(tc.TreeError, match="type_check=False") as caught:
         tc.trees.gather(tree)
     assert "allow_pickle" not in str(caught.value)
-    with pytest.raises(tc.TreeError, match="own: .*which rank 2 lacks"):
+    with pytest.raises(tc.TreeError, match=r"own: .*which rank 2 lacks"):
         tc.trees.gather({"own": own} if here.rank != 2 else {}, type_check=False)
     for found in (
         tc.trees.broadcast({"own": own, "n": 3}, src=3, type_check=False),
@@ -142,3 +142,37 @@ def objects_of_unknown_kinds_are_each_ranks_own_or_sent_without_type_check(here:
     ):
         assert found["n"] == 3 and found["own"].number == 3
     dist.barrier()
+
+
+@case("four")
+def offloaded_partial_sums_stay_partial_sums(here: Rank) -> None:
+    """pytorch-state_dict_utils, lines 606-680: `_offload_state_dict_to_cpu` keeps the placements of any DTensor."""
+    mesh = mesh_of(4)
+    local = torch.full((3,), float(here.rank))
+    leaf = torch.nn.Parameter(DTensor.from_local(local, mesh, (Partial(),), run_check=False))
+    tree = {"w": leaf, "tied": leaf, "rows": distribute(torch.arange(8.0), mesh, (Shard(0),)), "n": here.rank}
+    theirs: Any = torch_utils._offload_state_dict_to_cpu(tree)
+    found = tc.trees.offload(tree)
+    assert found["w"].placements == theirs["w"].placements == (Partial(),) and found["tied"] is found["w"]
+    assert isinstance(found["w"], torch.nn.Parameter) and found["w"].to_local().tolist() == [here.rank] * 3
+    local.fill_(9)
+    assert found["w"].to_local().tolist() == [here.rank] * 3, "torch's is the tensor itself on the host"
+    assert torch.equal(tc.trees.gather({"w": found["w"]})["w"], torch.full((3,), 6.0))
+
+
+@case("four")
+def only_chosen_ranks_offload(here: Rank) -> None:
+    """pytorch-state_dict_utils, lines 491-511 and 606-680: `ranks_only`, where the others get an empty dict."""
+    rows = distribute(torch.arange(8.0), mesh_of(4), (Shard(0),))
+    tree = {"rows": rows, "sums": DTensor.from_local(torch.ones(2), mesh_of(4), (Partial(),), run_check=False), "n": 1}
+    theirs: Any = torch_utils._offload_state_dict_to_cpu(tree, ranks_only=(1, 3))
+    found = tc.trees.offload(tree, ranks=[1, 3], pin=True, share=True)
+    assert found["n"] == 1 and bool(theirs) == (here.rank in (1, 3))
+    if here.rank in (1, 3):
+        assert found["rows"].to_local().is_shared() and bits(found["rows"].to_local()) == bits(rows.to_local())
+        assert found["sums"].placements == (Partial(),)
+    else:
+        assert found["rows"] == tc.ArraySpec((8,), "float32") and found["sums"] == tc.ArraySpec((2,), "float32")
+    with pytest.raises(tc.RankError, match="ranks of 0 to 3"):
+        tc.trees.offload(tree, ranks=[4])
+    assert torch.equal(tc.trees.gather({"rows": rows}, ranks=[0, 1, 2, 3])["rows"], torch.arange(8.0))

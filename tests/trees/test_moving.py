@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
-from treeckpt.trees import _offloading
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -93,8 +92,9 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 COPIES: dict[str, Any] = {
     "offload": tc.trees.offload,
-    "offload pinned": lambda tree: tc.trees.offload(tree, memory="pinned"),
-    "offload shared": lambda tree: tc.trees.offload(tree, memory="shared"),
+    "offload pinned": lambda tree: tc.trees.offload(tree, pin=True),
+    "offload shared": lambda tree: tc.trees.offload(tree, share=True),
+    "offload pinned and shared": lambda tree: tc.trees.offload(tree, pin=True, share=True),
     "gather": tc.trees.gather,
     "distribute": lambda tree: tc.trees.distribute(tree, tree),
     "distribute from a rank": lambda tree: tc.trees.distribute(tree, tree, src=0),
@@ -160,6 +160,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_copied_is_refused_by_name(name: str, operation: str) -> None:
     leaf, kind, text = REFUSED[name]
+    if name == "subclass" and operation.startswith("offload"):
+        pytest.skip("offload keeps it")
     others = {"broadcast": tc.trees.broadcast, "empty_like": tc.trees.empty_like}
     others["copy_into"] = lambda tree: tc.trees.copy_into(tree, {"a": [1 if name == "object" else torch.ones(2)]})
     act = {**COPIES, **others}[operation]
@@ -248,21 +250,13 @@ def test_one_leaf_of_like_in_two_places_takes_two_arrays() -> None:
         assert found["a"].tolist() == [1, 1] and found["b"].tolist() == [0, 0]
 
 
-def test_views_that_overlap_in_part_become_arrays_of_their_own_on_the_host() -> None:
-    base = torch.arange(6.0)
-    found = tc.trees.offload({"a": base[:4], "b": base[2:]})
-    assert found["a"].tolist() == [0, 1, 2, 3] and found["b"].tolist() == [2, 3, 4, 5]
-    found["a"].zero_()
-    assert found["b"].tolist() == [2, 3, 4, 5]
-
-
 # one block ------------------------------------------------------------------------------------------------------------
 def test_shared_memory_takes_one_descriptor_for_any_number_of_leaves() -> None:
     program = (
         "import resource, torch, treeckpt as tc\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "tree = {n: torch.full((3,), float(n)) for n in range(2000)}\n"
-        "found = tc.trees.offload(tree, memory='shared')\n"
+        "found = tc.trees.offload(tree, share=True)\n"
         "assert all(t.is_shared() and t.data_ptr() % 64 == 0 for t in found.values())\n"
         "assert all(torch.equal(found[n], tree[n]) for n in tree)\n"
     )
@@ -271,7 +265,7 @@ def test_shared_memory_takes_one_descriptor_for_any_number_of_leaves() -> None:
 
 def test_a_view_takes_no_more_than_its_elements() -> None:
     large = torch.zeros(1 << 20)
-    found = tc.trees.offload({"w": large[5:9]}, memory="shared")["w"]
+    found = tc.trees.offload({"w": large[5:9]}, share=True)["w"]
     assert found.untyped_storage().nbytes() == 64
     assert tc.trees.offload({"w": large[5:9]})["w"].untyped_storage().nbytes() == 16
 
@@ -279,10 +273,9 @@ def test_a_view_takes_no_more_than_its_elements() -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (
-            lambda: tc.trees.offload(BASE, memory="pin"),
-            "memory: expected one of 'plain', 'pinned'.*found 'pin'",
-        ),
+        (lambda: tc.trees.offload(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
+        (lambda: tc.trees.offload(BASE, ranks=[1]), r"ranks: expected ranks of 0 to 0, found \[1\]"),
+        (lambda: tc.trees.empty_like(BASE, device="meta", pin=True), 'device: expected "cpu", with pin= or share='),
         (lambda: tc.trees.gather(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
         (lambda: tc.trees.gather(BASE, device="gpu"), "device: expected a device of torch.*'gpu'"),
         (lambda: tc.trees.flatten_names({"a": 1}, separator=""), "separator: expected text"),
@@ -308,10 +301,9 @@ def test_numpy_trees_need_no_torch() -> None:
 
 
 def test_two_offloads_do_not_share_memory() -> None:
-    first = tc.trees.offload({"w": BASE}, memory="shared")
-    tc.trees.offload({"w": BASE + 1}, memory="shared")
+    first = tc.trees.offload({"w": BASE}, share=True)
+    tc.trees.offload({"w": BASE + 1}, share=True)
     assert torch.equal(first["w"], BASE)
-    assert "ALIGN" in vars(_offloading)
 
 
 # copy_into ------------------------------------------------------------------------------------------------------------
@@ -539,14 +531,14 @@ def test_names_lose_nothing_where_like_is_given(tree: Any) -> None:
     json.dumps(list(named))
 
 
-@pytest.mark.parametrize("memory", ["plain", "shared"])
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_a_table_is_offloaded_with_its_arrays(kind: str, memory: Any) -> None:
+def test_a_table_is_offloaded_with_its_arrays(kind: str, *, share: bool) -> None:
     ids, rows = torch.tensor([5, 3, 9]), torch.arange(6.0).view(3, 2)
     arrays = [ids, rows, rows.clone()] if kind == "torch" else [ids.numpy(), rows.numpy(), rows.clone().numpy()]
     slots = {"embedding": arrays[1], "exp_avg": arrays[2]}
     table = tc.KeyedTable(arrays[0], slots, scalars={"step": 7}, owned=(0, 16), buckets=32, fill={"exp_avg": 0})
-    found = tc.trees.offload({"table": table, "tied": arrays[1]}, memory=memory)
+    found = tc.trees.offload({"table": table, "tied": arrays[1]}, share=share)
     arrays[1][:] = -1
     copy = found["table"]
     assert type(copy.ids) is type(arrays[0]) and copy.ids.tolist() == [5, 3, 9]
@@ -625,7 +617,7 @@ def test_distribute_without_strict_keeps_leaves_that_the_tree_lacks(src: int | N
     found = tc.trees.distribute({"w": BASE, "more": 1}, like, src=src, strict=False)
     assert torch.equal(found["w"], BASE) and found["kept"] is like["kept"] and found["v"] == 3
     assert not like["w"].any()
-    with pytest.raises(tc.MismatchError, match="kept: .* found 2 not in the tree: kept, v.*strict=False"):
+    with pytest.raises(tc.MismatchError, match=r"kept: .* found 2 not in the tree: kept, v.*strict=False"):
         tc.trees.distribute({"w": BASE}, like, src=src)
     with pytest.raises(tc.MismatchError, match="one leaf at least"):
         tc.trees.distribute({"else": BASE}, like, src=src, strict=False)

@@ -225,9 +225,8 @@ def encodable(leaf: object) -> bool:
 
 def is_unknown(leaf: object) -> bool:
     """Returns whether the leaf is neither an array, nor what stands for one, nor a value that can be stored."""
-    if leaf is ... or type(leaf) in _PLAIN_VALUES or adapter_of(type(leaf)) is not None:
-        return False
-    return not isinstance(leaf, (ArraySpec, TableColumn, LazyArray)) and not encodable(leaf)
+    stands_for_one = leaf is ... or isinstance(leaf, (ArraySpec, TableColumn, LazyArray))
+    return not stands_for_one and adapter_of(type(leaf)) is None and not is_value(leaf)
 
 
 def is_value(leaf: object) -> bool:

@@ -39,7 +39,7 @@ from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences, some_of
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path
-from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts
+from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors
 from .._io.comm.comm import default_comm, global_rank
 from ..errors import LayoutError, MismatchError, RankError, TreeError
 
@@ -150,6 +150,11 @@ class ValueCopies:
         except Exception as error:  # raised by the object
             raise TreeError(path, expected="a value that copy.deepcopy takes", found=f"{error}"[:200]) from error
 
+    def replaced(self, old: object, new: object, path: str) -> object:
+        """Returns `old` where both values are equal, and a copy of `new` where they differ."""
+        alike = encodable(old) and encodable(new) and is_same_value(old, new, path)
+        return old if alike else self(new, path)
+
 
 def distribute_local(
     tree: Any, like: Any, *, strict: bool, device: str | None, type_check: bool, namespace: str
@@ -217,48 +222,21 @@ def _distributed_leaf(
     return target.leaf
 
 
-def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
-    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
-
-    Sparse and nested tensors have elements at the same places.
-
-    >>> tc.trees.empty_like({"w": torch.empty(2, 3, device="meta")})["w"].device
-    device(type='cpu')
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece], *, non_blocking: bool = False) -> None:
+    """Copies local pieces into the pieces of a target; call `check_held` first.
 
     Args:
-        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
-            the host; for such a DTensor its mesh's device.
-
-    Raises:
-        TreeError: a sparse or nested tensor of `ArraySpec`s, or on the meta device, which do not say where its elements
-            are.
+        non_blocking: copies to and from a device may still be under way when it returns.
     """
-    rank = global_rank(default_comm())
-    tree = state_tree(tree, rank=rank, namespace=namespace)
-    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    made: dict[int, Any] = {}
-    copied_value = ValueCopies(True)
-    indices = index_parts(structure)
-
-    def new(path: str, leaf: object) -> object:
-        if id(leaf) not in made:
-            target = like_of(leaf, path, rank, device)
-            made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
-            is_index = index_path(path, rank) in indices
-            if target is not None and is_index and (source := source_of(leaf, path, rank)) is not None:
-                fill(target.pieces, source.pieces)
-        return made[id(leaf)]
-
-    return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
-
-
-def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
-    """Copies local pieces into the pieces of a target; call `check_held` first."""
     for piece in pieces:
         for part in parts:
             if (common := intersect(piece.region, part.region)) is not None:
-                data = part.data.read(common.relative_to(part.region).slices())
-                piece.data.write(common.relative_to(piece.region).slices(), data)
+                box, given = (common.relative_to(one.region).slices() for one in (piece, part))
+                on_device = next((data for data in (piece.data, part.data) if hasattr(data, "copy_box")), None)
+                if on_device is None or not on_device.copy_box(
+                    piece.data, box, part.data, given, non_blocking=non_blocking
+                ):
+                    piece.data.write(box, part.data.read(given))
 
 
 def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
@@ -308,12 +286,12 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         itemsize = dtype_of(self.source.spec.dtype).itemsize
         return sum(piece.region.size for piece in self.target.pieces) * itemsize
 
-    def put(self, pieces: Sequence[TargetPiece]) -> None:
+    def put(self, pieces: Sequence[TargetPiece], *, non_blocking: bool = False) -> None:
         """Fills pieces of the target's shape and dtype from the source."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
             pieces = [TargetPiece(piece.region, _CastingTarget(piece.data, wanted, given)) for piece in pieces]
-        fill(pieces, self.source.pieces)
+        fill(pieces, self.source.pieces, non_blocking=non_blocking)
 
 
 def copy_into(
@@ -337,6 +315,9 @@ def copy_into(
 
     Args:
         cast: converts dtypes instead of refusing them.
+        non_blocking: copies from and to a device may still be under way at the return, as of `Tensor.copy_`:
+            synchronise the device before the host reads what arrived, or changes what was copied.
+        type_check: False takes values of unknown kinds, as deep copies.
 
     Raises:
         MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
@@ -352,26 +333,15 @@ def copy_into(
 
     def fill(target: Any) -> int:
         matched = match_leaves(target, structure, given, copied, rank=rank, namespace=namespace)
-        if different := matched.differences.paths:
-            missing, unexpected = matched.differences.missing, matched.differences.unexpected
-            raise MismatchError(
-                different[0],
-                expected="the same leaves in both trees",
-                found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
-                hint="treeckpt.trees.same_structure lists the differences",
-            )
+        _check_same_leaves(matched.differences)
         return put_leaves(
             target,
             matched,
-            lambda old, value, path: (
-                value
-                if id(old) in matched.whole  # consists of copies already
-                else old
-                if encodable(value) and encodable(old) and is_same_value(old, value, path)
-                else copied(value, path)
-            ),
+            # what is whole consists of copies already
+            lambda old, value, path: value if id(old) in matched.whole else copied.replaced(old, value, path),
             rank=rank,
             cast=cast,
+            non_blocking=non_blocking,
             namespace=namespace,
         )
 
@@ -382,6 +352,17 @@ def copy_into(
         states.restore(lambda path, arrays: tree, fill)
 
 
+def _check_same_leaves(differences: LeafDifferences) -> None:
+    if differences.paths:
+        missing, unexpected = len(differences.missing), len(differences.unexpected)
+        raise MismatchError(
+            differences.paths[0],
+            expected="the same leaves in both trees",
+            found=f"{missing} missing in the source, {unexpected} of it not in the target",
+            hint="treeckpt.trees.same_structure lists the differences",
+        )
+
+
 def put_leaves(
     into: Any,
     matched: MatchedLeaves,
@@ -389,6 +370,7 @@ def put_leaves(
     *,
     rank: int,
     cast: bool,
+    non_blocking: bool = False,
     namespace: str = "",
 ) -> int:
     """Copies arrays into those of a tree, and replaces values; every check comes first.
@@ -424,11 +406,19 @@ def put_leaves(
     _check_ties(copies)
     # an array that stands at several places is filled once
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
-    _put(into, matched, new, copies, namespace)
+    _put(into, matched, new, copies, non_blocking=non_blocking, namespace=namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
+def _put(
+    into: Any,
+    matched: MatchedLeaves,
+    new: list[object],
+    copies: list[_ArrayCopy],
+    *,
+    non_blocking: bool,
+    namespace: str,
+) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=matched.whole)
     stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
@@ -441,7 +431,7 @@ def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_Arr
     # before the first byte: a copy that fails midway has changed arrays too
     mark_written(copy.target.leaf for copy in copies)
     for copy in _without_overlaps(copies):
-        copy.put(copy.target.pieces)
+        copy.put(copy.target.pieces, non_blocking=non_blocking)
     update_in_place(into, filled, is_value=is_value, namespace=namespace)
 
 
