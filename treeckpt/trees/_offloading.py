@@ -25,7 +25,7 @@ import numpy as np
 
 from .._arrays.base import HostArray, HostMemory
 from .._arrays.numpy import order_of
-from .._arrays.registry import abstract_of, adapter_of, like_of, source_of
+from .._arrays.registry import abstract_of, adapter_of, like_of, source_of, torch_adapter
 from .._arrays.sharded import Sharded, with_locals
 from .._arrays.stateful import state_tree
 from .._core.sharding.region import memory_order, overlapping_groups, strides_in
@@ -138,6 +138,8 @@ class _Taken(msgspec.Struct, frozen=True):
     path: str
     arrays: list[Any]
     build: Callable[[list[Any]], Any]
+    leaf: Any
+    """It stays alive, so that no other object has its id."""
 
 
 class _HostCopy:
@@ -171,10 +173,11 @@ class _HostCopy:
         # of a table the arrays are copied; the first row of each bucket is computed anew
         leaves = [(path, leaf.array if isinstance(leaf, TableColumn) else leaf) for path, leaf in flat]
         taken = [self._take(leaf, path) for path, leaf in leaves]
-        copies = self._copies([(one.path, array) for one in taken for array in one.arrays])
+        copies = iter(self._copies([(one.path, array) for one in taken for array in one.arrays]))
+        news = [(one, [next(copies) for _ in one.arrays]) for one in taken]
         # values after arrays: an object that holds an array of the tree takes its copy
-        for one in sorted(taken, key=lambda one: not one.arrays):
-            one.build([copies[_key(array)] for array in one.arrays])
+        for one, new_arrays in sorted(news, key=lambda pair: not pair[1]):
+            self._built(one, new_arrays)
         new = iter([self._values.memo[id(leaf)] for _, leaf in leaves])
         return replace_leaves(tree, new, namespace=self._namespace, keep_shared=True)
 
@@ -210,55 +213,60 @@ class _HostCopy:
         self._open.add(id(leaf))
         taken = self._take_array(leaf, path)
         self._open.remove(id(leaf))
-        values, memo = self._values if type_check else self._attributes, self._values.memo
+        if taken is None:
+            values = self._values if type_check else self._attributes
+            taken = _Taken(path, [], lambda _: values(leaf, path), leaf)
+        self._taken[id(leaf)] = taken
+        return taken
 
-        def build(new: list[Any]) -> Any:
-            if id(leaf) not in memo:
-                memo[id(leaf)] = values(leaf, path) if taken is None else taken.build(new)
-            return memo[id(leaf)]
-
-        self._taken[id(leaf)] = _Taken(path, [] if taken is None else taken.arrays, build)
-        return self._taken[id(leaf)]
+    def _built(self, taken: _Taken, new: list[Any]) -> Any:
+        """Returns the one object that is made of a leaf."""
+        key, memo = id(taken.leaf), self._values.memo
+        if key not in memo:
+            memo[key] = taken.build(new)
+        return memo[key]
 
     def _take_array(self, leaf: Any, path: str) -> _Taken | None:
         if isinstance(leaf, ArraySpec):
-            return _Taken(path, [], lambda _: leaf)
+            return _Taken(path, [], lambda _: leaf, leaf)
         if is_tensor(leaf):
             return self._take_tensor(leaf, path)
         if isinstance(leaf, (Sharded, np.ndarray)):
             abstract_of(leaf, path, self._rank)  # refuses what cannot be copied
         if isinstance(leaf, Sharded):
-            return _joined(path, [self._take(local, path) for local in leaf.locals], partial(with_locals, leaf))
-        return _Taken(path, [leaf], itemgetter(0)) if isinstance(leaf, np.ndarray) else None
+            return self._joined(
+                leaf, path, [self._take(local, path) for local in leaf.locals], partial(with_locals, leaf)
+            )
+        return _Taken(path, [leaf], itemgetter(0), leaf) if isinstance(leaf, np.ndarray) else None
 
     def _take_tensor(self, leaf: Any, path: str) -> _Taken:
-        from .._arrays.dtensor import (
-            describing,
-            is_dtensor,
-            is_partial,
-            is_sharded_tensor,
-            local_of,
-            part_of,
-            same_dtensor,
-        )
+        adapter = torch_adapter()
+        if type(leaf) not in adapter.PLAIN_CLASSES:
+            return self._take_other_tensor(leaf, path)
+        # of a plain tensor both are known at once
+        spec = adapter.abstract(leaf, path, self._rank)
+        plain = _Taken(path, [leaf.detach()], partial(_as_kind, spec), leaf)
+        return self._with_state(plain) if leaf.__dict__ else plain
+
+    def _take_other_tensor(self, leaf: Any, path: str) -> _Taken:
+        from .._arrays import dtensor
         from .._arrays.sharded_tensor import with_shards
         from .._arrays.torch import as_kind, check_tensor, spec_of
 
-        if is_sharded_tensor(leaf):
+        if dtensor.is_sharded_tensor(leaf):
             abstract_of(leaf, path, self._rank)
-            return _Taken(path, [shard.tensor for shard in leaf.local_shards()], partial(with_shards, leaf))
-        if (owner := describing(leaf)) is not None:
+            return _Taken(path, [shard.tensor for shard in leaf.local_shards()], partial(with_shards, leaf), leaf)
+        if (owner := dtensor.describing(leaf)) is not None:
             return self._take_described(leaf, type(owner).__name__, path)
         if is_subclass(leaf):
             return self._take_subclass(leaf, path)
         check_tensor(leaf, path)
+        if not dtensor.is_partial(leaf):
+            _, local = dtensor.local_of(leaf, path, self._rank)
+        else:
+            local = dtensor.part_of(leaf)
         spec = spec_of(leaf)
-        if is_dtensor(leaf):
-            local = part_of(leaf) if is_partial(leaf) else local_of(leaf, path, self._rank)[1]
-            return _Taken(path, [local], lambda new: as_kind(same_dtensor(leaf, new[0]), spec))
-        # a new object: the memory may be another leaf's too
-        plain = _Taken(path, [leaf.detach()], lambda new: as_kind(new[0].detach(), spec))
-        return self._with_state(plain, leaf) if leaf.__dict__ else plain
+        return _Taken(path, [local], lambda new: as_kind(dtensor.same_dtensor(leaf, new[0]), spec), leaf)
 
     def _take_described(self, leaf: Any, owner: str, path: str) -> _Taken:
         from .._arrays.torch import like, source
@@ -277,7 +285,7 @@ class _HostCopy:
             fill(made.pieces, source(leaf, "", 0).pieces)
             return made.leaf
 
-        return _Taken(path, [], build)
+        return _Taken(path, [], build, leaf)
 
     def _take_subclass(self, leaf: Any, path: str) -> _Taken:
         """Takes a tensor of a subclass: its memory, or none of one that only wraps others, and its attributes."""
@@ -293,7 +301,7 @@ class _HostCopy:
             dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # pyright: ignore
             if dispatches and not leaf.data_ptr():
                 given = kind, leaf.dtype, *layout, leaf.layout, torch.device("cpu"), grad
-                return self._with_state(_Taken(path, [], lambda _: _rebuild_wrapper_subclass(*given)), leaf)
+                return self._with_state(_Taken(path, [], lambda _: _rebuild_wrapper_subclass(*given), leaf))
             shape, strides, offset = layout
             plain = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             plain = plain.set_(leaf.untyped_storage(), offset, shape, strides)
@@ -303,34 +311,52 @@ class _HostCopy:
         def build(new: list[Any]) -> Any:
             return torch.Tensor._make_subclass(kind, new[0].detach(), grad)  # pyright: ignore[reportPrivateUsage]
 
-        return self._with_state(_Taken(path, [plain], build), leaf)
+        return self._with_state(_Taken(path, [plain], build, leaf))
 
-    def _with_state(self, taken: _Taken, leaf: Any) -> _Taken:
+    def _with_state(self, taken: _Taken) -> _Taken:
         """Adds the attributes of a tensor, which are a tree of their own."""
         from torch._tensor import _rebuild_from_type_v2
         from torch._utils import _get_obj_state
 
-        state = _get_obj_state(leaf)
+        state = _get_obj_state(taken.leaf)
         parts = flatten(state, rank=self._rank, namespace=self._namespace)[1]
         inner = [self._take(part, f"{taken.path}.{path}", type_check=False) for path, part in parts]
 
         def build(new: list[Any]) -> Any:
-            copied = replace_leaves(state, iter(new[1:]), namespace=self._namespace, keep_shared=True)
-            return _rebuild_from_type_v2(lambda: new[0], type(new[0]), (), copied)
+            made = taken.build(new[: len(taken.arrays)])
+            copied = replace_leaves(state, iter(new[len(taken.arrays) :]), namespace=self._namespace, keep_shared=True)
+            return _rebuild_from_type_v2(lambda: made, type(made), (), copied)
 
-        return _joined(taken.path, [taken, *inner], build)
+        return self._joined(taken.leaf, taken.path, inner, build, first=taken.arrays)
+
+    def _joined(
+        self,
+        leaf: Any,
+        path: str,
+        parts: Sequence[_Taken],
+        build: Callable[[list[Any]], Any],
+        *,
+        first: Sequence[Any] = (),
+    ) -> _Taken:
+        """Returns what is made of arrays, and of other leaves."""
+
+        def build_all(new: list[Any]) -> Any:
+            left = iter(new)
+            own = [next(left) for _ in first]
+            return build([*own, *(self._built(part, [next(left) for _ in part.arrays]) for part in parts)])
+
+        return _Taken(path, [*first, *(array for part in parts for array in part.arrays)], build_all, leaf)
 
     # memory ----------------------------------------------------------------------------------------------------------
 
-    def _copies(self, given: Sequence[tuple[str, Any]]) -> dict[Hashable, Any]:
-        """Returns the copy of each array, by its key."""
+    def _copies(self, given: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Returns the copy of each array; equal ones have the same."""
+        keys = [_key(array) for _, array in given]
         distinct: dict[Hashable, tuple[str, Any]] = {}
-        for path, array in given:
+        for key, (path, array) in zip(keys, given, strict=True):
             if not isinstance(array, np.ndarray) and not array.is_meta:
-                from .._arrays.torch import memory_of
-
-                memory_of(array, path)  # refuses one whose storage was freed
-            distinct.setdefault(_key(array), (path, array))
+                torch_adapter().memory_of(array, path)  # refuses one whose storage was freed
+            distinct.setdefault(key, (path, array))
         entries = list(distinct.values())
         groups = _overlapping([array for _, array in entries])
         together = {number for group in groups for number in group}
@@ -346,17 +372,13 @@ class _HostCopy:
                 copies[number] = new
             offset += place.aligned
         _wait_for_devices([array for _, array in entries] if block is not None and block.is_pinned() else [])
-        return dict(zip(distinct, copies, strict=True))
+        by_key = dict(zip(distinct, copies, strict=True))
+        return [by_key[key] for key in keys]
 
 
-def _joined(path: str, parts: Sequence[_Taken], build: Callable[[list[Any]], Any]) -> _Taken:
-    """Returns what is made of several parts."""
-
-    def build_all(new: list[Any]) -> Any:
-        left = iter(new)
-        return build([part.build([next(left) for _ in part.arrays]) for part in parts])
-
-    return _Taken(path, [array for part in parts for array in part.arrays], build_all)
+def _as_kind(spec: ArraySpec, new: list[Any]) -> Any:
+    # a new object: the memory may be another leaf's too
+    return torch_adapter().as_kind(new[0].detach(), spec)
 
 
 def is_tensor(leaf: object) -> bool:
@@ -543,10 +565,9 @@ def _copy(array: Any, part: Any, *, filled: bool) -> Any:
     else:
         new = part.view(array.dtype).as_strided(array.shape, strides)
     if filled:
-        from .._arrays.torch import PLAIN_DTYPES, as_integers
-
-        plain = array.dtype in PLAIN_DTYPES or array.is_conj() or array.is_neg()
-        to, given = (new, array) if plain else (as_integers(new), as_integers(array))
+        adapter = torch_adapter()
+        plain = array.dtype in adapter.PLAIN_DTYPES or array.is_conj() or array.is_neg()
+        to, given = (new, array) if plain else (adapter.as_integers(new), adapter.as_integers(array))
         to.copy_(given, non_blocking=part is not None and part.is_pinned())
     return new
 
