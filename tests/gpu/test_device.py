@@ -178,7 +178,7 @@ def test_bytes_are_read_into_pinned_memory_and_onto_the_device_from_there(tmp_pa
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("device", DEVICES)
 def test_trees_are_copied_to_host_memory_and_back_while_the_device_works(device: str) -> None:
-    """pytorch-state_dict_utils, lines 683-720 and 758-822: `non_blocking`, memory pinned or shared, or both."""
+    """pytorch-state_dict_utils, lines 1008-1148 and 758-822: `non_blocking`, memory pinned or shared, or both."""
     tree = state_on(device)
     for pin, share in ((True, False), (False, True), (True, True)):
         moved = tc.trees.offload(tree, pin=pin, share=share)

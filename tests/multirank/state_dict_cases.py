@@ -48,7 +48,7 @@ class _Messages(logging.Handler):
 
 @case("four")
 def values_that_differ_stay_those_of_each_rank_where_receivers_are_named(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 343-353 and 491-511: `ranks_only`, with values that each rank has its own of."""
+    """pytorch-state_dict_utils, lines 563-633: `ranks_only`, with values that each rank has its own of."""
     full = torch.arange(12.0).view(6, 2)
     tree = {"w": distribute(full, mesh_of(4), (Shard(0),)), "lr": 0.1 * here.rank, "step": 7, "own": [here.rank]}
     theirs: Any = torch_utils._gather_state_dict(dict(tree), ranks_only=(1, 2))
@@ -69,7 +69,7 @@ def values_that_differ_stay_those_of_each_rank_where_receivers_are_named(here: R
 
 @case("four")
 def partial_sums_are_reduced_when_they_are_gathered(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 540-566: every placement becomes Replicate, which reduces partial sums."""
+    """pytorch-state_dict_utils, lines 794-846: every placement becomes Replicate, which reduces partial sums."""
     mesh = mesh_of(2, 2)
     local = torch.randn(3, 2, generator=seeded()) * (here.rank + 1)
     summed = DTensor.from_local(local, mesh, (Partial(), Shard(0)), run_check=False)
@@ -92,7 +92,7 @@ def partial_sums_are_reduced_when_they_are_gathered(here: Rank) -> None:
 
 @case("four")
 def what_the_source_lacks_stays_as_it_is_without_strict(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 1241-1312: keys that only the local state dict has stay, but for `strict`."""
+    """pytorch-state_dict_utils, lines 1929-2014: keys that only the local state dict has stay, but for `strict`."""
     full = {"w": torch.arange(8.0).view(4, 2), "n": 5, "beyond": torch.ones(1)}
     kept = torch.full((2,), float(here.rank))
 
@@ -120,7 +120,7 @@ def what_the_source_lacks_stays_as_it_is_without_strict(here: Rank) -> None:
 
 @case("four")
 def objects_of_unknown_kinds_are_each_ranks_own_or_sent_without_type_check(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 484-487: `type_check=False` takes a deep copy of any other value."""
+    """pytorch-state_dict_utils, lines 549-558: `type_check=False` takes a deep copy of any other value."""
     own = _Own(here.rank)
     tree = {"w": distribute(torch.arange(4.0), mesh_of(4), (Shard(0),)), "own": own, "same": own, "n": 1}
     theirs: Any = torch_utils._gather_state_dict(tree, type_check=False)
@@ -146,7 +146,7 @@ def objects_of_unknown_kinds_are_each_ranks_own_or_sent_without_type_check(here:
 
 @case("four")
 def offloaded_partial_sums_stay_partial_sums(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 606-680: `_offload_state_dict_to_cpu` keeps the placements of any DTensor."""
+    """pytorch-state_dict_utils, lines 893-1005: `_offload_state_dict_to_cpu` keeps the placements of any DTensor."""
     mesh = mesh_of(4)
     local = torch.full((3,), float(here.rank))
     leaf = torch.nn.Parameter(DTensor.from_local(local, mesh, (Partial(),), run_check=False))
@@ -162,7 +162,7 @@ def offloaded_partial_sums_stay_partial_sums(here: Rank) -> None:
 
 @case("four")
 def only_chosen_ranks_offload(here: Rank) -> None:
-    """pytorch-state_dict_utils, lines 491-511 and 606-680: `ranks_only`, where the others get an empty dict."""
+    """pytorch-state_dict_utils, lines 563-633 and 893-1005: `ranks_only`, where the others get an empty dict."""
     rows = distribute(torch.arange(8.0), mesh_of(4), (Shard(0),))
     tree = {"rows": rows, "sums": DTensor.from_local(torch.ones(2), mesh_of(4), (Partial(),), run_check=False), "n": 1}
     theirs: Any = torch_utils._offload_state_dict_to_cpu(tree, ranks_only=(1, 3))
@@ -176,3 +176,31 @@ def only_chosen_ranks_offload(here: Rank) -> None:
     with pytest.raises(tc.RankError, match="ranks of 0 to 3"):
         tc.trees.offload(tree, ranks=[4])
     assert torch.equal(tc.trees.gather({"rows": rows}, ranks=[0, 1, 2, 3])["rows"], torch.arange(8.0))
+
+
+@case("four")
+def whole_state_dicts_are_cut_as_torch_cuts_them(here: Rank) -> None:
+    """pytorch-state_dict_utils, lines 1553-1856 and 2029-2115: onto meta, uneven, and without a broadcast."""
+    mesh = mesh_of(4)
+    full = {"w": torch.randn(7, 3, generator=seeded()), "scalar": torch.tensor(2.5), "n": 5, "plain": torch.ones(2)}
+
+    def local() -> dict[str, Any]:
+        part = torch.empty(2 if here.rank < 3 else 1, 3, device="meta")
+        cut = DTensor.from_local(part, mesh, (Shard(0),), run_check=False, shape=full["w"].shape, stride=(3, 1))
+        return {"w": cut, "scalar": torch.tensor(0.0), "n": 0, "plain": torch.zeros(2)}
+
+    theirs, host = local(), torch.device("cpu")
+    torch_utils._broadcast_state_dict(full if here.rank == 0 else {}, theirs, host, strict=True)
+    found = tc.trees.distribute(full if here.rank == 0 else None, local(), src=0)
+    again = local()
+    torch_utils._distribute_state_dict(full, again, host)
+    for one in (found, tc.trees.distribute(full, local())):
+        for other in (theirs, again):
+            assert bits(one["w"].to_local()) == bits(other["w"].to_local()) and one["w"].placements == (Shard(0),)
+            assert one["scalar"] == other["scalar"] == 2.5 and one["n"] == other["n"] == 5
+            assert torch.equal(one["plain"], other["plain"])
+    beyond = local() | {"more": 1}
+    torch_utils._broadcast_state_dict(full if here.rank == 0 else {}, beyond, host, strict=True)
+    assert "more" not in beyond, "torch takes away what the source lacks"
+    with pytest.raises(tc.RankError, match="more: expected every leaf of like in the tree"):
+        tc.trees.distribute(full if here.rank == 0 else None, local() | {"more": 1}, src=0)

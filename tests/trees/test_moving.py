@@ -576,7 +576,7 @@ WITHOUT_CHECK: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", WITHOUT_CHECK)
 def test_type_check_false_takes_a_deep_copy_of_values_of_unknown_kinds(name: str) -> None:
-    """pytorch-state_dict_utils, lines 484-487: `copy.deepcopy`, where `type_check` refuses such a value."""
+    """pytorch-state_dict_utils, lines 549-558: `copy.deepcopy`, where `type_check` refuses such a value."""
     one = Unknown([1])
     found = WITHOUT_CHECK[name]({"a": one, "b": one, "w": BASE})
     assert type(found["a"]) is Unknown and found["a"] is not one and found["a"].inner == [1]
@@ -612,7 +612,7 @@ def test_an_error_advises_only_options_that_the_function_has() -> None:
 
 @pytest.mark.parametrize("src", [None, 0])
 def test_distribute_without_strict_keeps_leaves_that_the_tree_lacks(src: int | None) -> None:
-    """pytorch-state_dict_utils, lines 1293-1312: a key that only the local state dict has stays."""
+    """pytorch-state_dict_utils, lines 1929-2014: a key that only the local state dict has stays."""
     like = {"w": torch.zeros(4, 6), "kept": torch.ones(2), "v": 3}
     found = tc.trees.distribute({"w": BASE, "more": 1}, like, src=src, strict=False)
     assert torch.equal(found["w"], BASE) and found["kept"] is like["kept"] and found["v"] == 3
@@ -624,7 +624,7 @@ def test_distribute_without_strict_keeps_leaves_that_the_tree_lacks(src: int | N
 
 
 def test_names_that_count_from_zero_are_those_of_a_list() -> None:
-    """pytorch-state_dict_utils, lines 1405-1531: flattened names, and the nested dicts and lists again."""
+    """pytorch-state_dict_utils, lines 2148-2393: flattened names, and the nested dicts and lists again."""
     tree = {"a": [torch.ones(1), {"b": [2, 3]}], "c": {"x": 1}}
     assert tc.trees.unflatten_names(tc.trees.flatten_names(tree)) == tree
     assert tc.trees.unflatten_names({"1": "b", "0": "a"}) == ["a", "b"], "in the order of the numbers"

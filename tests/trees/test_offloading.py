@@ -113,7 +113,7 @@ def overlapping() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("memory", OFFLOADS)
 @pytest.mark.parametrize("name", overlapping())
 def test_arrays_that_overlap_behave_as_those_that_torch_saved(name: str, memory: str) -> None:
-    """pytorch-state_dict_utils, lines 16-43 and T8: the stager, as `torch.save`, keeps ties and views."""
+    """pytorch-state_dict_utils, lines 5-6: the stager, as `torch.save`, keeps ties and views."""
     tree = overlapping()[name]
     found = tc.trees.offload(tree, **OFFLOADS[memory])
     # torch.save refuses tensors of several dtypes in one storage
@@ -140,7 +140,7 @@ def test_arrays_of_numpy_and_torch_in_one_memory_share_it_again(memory: str) -> 
 
 
 def test_only_what_leaves_show_of_a_storage_is_copied() -> None:
-    """pytorch-state_dict_utils, T8: the stager copies the whole storage of a view."""
+    """pytorch-state_dict_utils, lines 6-7: the stager copies the whole storage of a view."""
     large = torch.zeros(1 << 20)
     views = {"a": large[8:16], "b": large[12:20], "far": large[-4:]}
     assert StateDictStager().stage(views)["a"].untyped_storage().nbytes() == large.nbytes
@@ -153,7 +153,7 @@ def test_only_what_leaves_show_of_a_storage_is_copied() -> None:
 
 
 def test_a_tensor_keeps_its_class_and_its_attributes() -> None:
-    """pytorch-state_dict_utils, lines 40-43: tensor subclasses, and attributes of tensors."""
+    """pytorch-state_dict_utils, lines 23-24: tensor subclasses, and attributes of tensors."""
     inner = torch.ones(3)
     own, slotted = torch.arange(3.0).as_subclass(Own), torch.arange(3.0).as_subclass(Slotted)
     own.note, own.scale, own.names = "text", inner, {"list": [inner, 5]}  # pyright: ignore
@@ -186,7 +186,7 @@ def test_a_tensor_keeps_its_class_and_its_attributes() -> None:
 
 
 def test_one_container_at_two_places_is_one_again() -> None:
-    """pytorch-state_dict_utils, T8 and T9: as `copy.deepcopy`, which the stager follows."""
+    """pytorch-state_dict_utils, lines 21-22: as `copy.deepcopy`, which the stager follows."""
     weight = torch.ones(2)
     one, values = {"w": weight, "n": [1, {"deep": weight}]}, [1, 2, {3}]
     pair = (one, values)
@@ -209,7 +209,7 @@ def test_one_container_at_two_places_is_one_again() -> None:
 
 
 def test_a_state_dict_keeps_its_metadata() -> None:
-    """pytorch-state_dict_utils, T9: `_metadata`, an attribute of the OrderedDict, tells versions of modules."""
+    """pytorch-state_dict_utils, lines 5-22: `_metadata` has the versions of modules."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     state: Any = model.state_dict()
     for given, found in ((state, tc.trees.offload(state)), (model, tc.trees.offload({"m": model})["m"])):
@@ -223,7 +223,7 @@ def test_a_state_dict_keeps_its_metadata() -> None:
 
 
 def test_who_is_not_to_have_the_copy_gets_specs() -> None:
-    """pytorch-state_dict_utils, lines 606-680: `ranks_only`, where the others get an empty dict."""
+    """pytorch-state_dict_utils, lines 563-633: `ranks_only`, where the others get an empty dict."""
     tree = {"w": Parameter(torch.ones(2, 3)), "own": torch.ones(2).as_subclass(Own), "n": np.ones(3), "v": [5, {1}],
             "p": tc.Sharded(torch.ones(2), (4,), (2,)), "s": torch.eye(2).to_sparse()}  # fmt: skip
     found = tc.trees.offload(tree, ranks=[], pin=True, share=True)
@@ -241,7 +241,7 @@ def test_who_is_not_to_have_the_copy_gets_specs() -> None:
 
 @pytest.mark.parametrize("options", OFFLOADS.values(), ids=OFFLOADS)
 def test_empty_memory_is_of_the_kind_that_is_asked_for(options: dict[str, bool]) -> None:
-    """pytorch-state_dict_utils, lines 758-822: `_create_cpu_state_dict` with pin_memory and share_memory."""
+    """pytorch-state_dict_utils, lines 1151-1288: `_create_cpu_state_dict` with pin_memory and share_memory."""
     weight = Parameter(torch.ones(4, 3, device="meta"))
     tree = {"w": weight, "tied": weight, "scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "n": np.ones(3),
             "spec": tc.ArraySpec((2, 2), "bfloat16"), "s": torch.eye(3).to_sparse(), "v": [1, {2}],
@@ -261,7 +261,7 @@ def test_empty_memory_is_of_the_kind_that_is_asked_for(options: dict[str, bool])
 
 
 def test_values_of_unknown_kinds_are_copied_deep_without_type_check() -> None:
-    """pytorch-state_dict_utils, lines 484-487."""
+    """pytorch-state_dict_utils, lines 549-558."""
 
     class Config:
         def __init__(self, weight: torch.Tensor) -> None:
@@ -292,7 +292,7 @@ def test_a_tensor_without_its_memory_is_named() -> None:
 
 @pytest.mark.parametrize("act", [tc.trees.offload, tc.trees.gather, tc.trees.broadcast, tc.trees.empty_like])
 def test_buffers_of_bytes_come_back_with_their_position(act: Any) -> None:
-    """pytorch-state_dict_utils, lines 441-446: io.BytesIO is a value, as numbers and text are."""
+    """pytorch-state_dict_utils, lines 379-391: io.BytesIO is a value, as numbers and text are."""
     for length in (3, 10_000):
         given = io.BytesIO(b"x" * length)
         given.seek(2)
