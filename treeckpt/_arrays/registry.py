@@ -128,6 +128,11 @@ def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> A
         return act(True)
 
 
+def holds_partial_sums(leaf: object) -> bool:
+    """Returns whether a leaf is a DTensor of which ranks hold partial sums."""
+    return _is_torch(type(leaf)) and _module("dtensor").is_partial(leaf)
+
+
 # leaves ---------------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,17 @@ from .._arrays.describe import (
     json_digest,
     piece_digests,
 )
-from .._arrays.registry import build_tensor, decode, is_unknown, library_of, like_of, new_array, resolve, torch_adapter
+from .._arrays.registry import (
+    build_tensor,
+    decode,
+    holds_partial_sums,
+    is_unknown,
+    library_of,
+    like_of,
+    new_array,
+    resolve,
+    torch_adapter,
+)
 from .._arrays.stateful import state_tree
 from .._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, merge_rank_trees
 from .._core.planning.save_plan import ArrayLeaf, array_leaves, assign_writers, overlapping_pieces, writes_of
@@ -201,13 +211,11 @@ class _Gather:
         distributed = "torch.distributed.tensor" in sys.modules
         if self.copied.type_check and not distributed:
             return
-        if distributed:
-            from .._arrays.dtensor import is_partial
         rank, given = self.transport.rank, self.tree
         leaves: list[object] = []
         self.partial = {}
         for path, leaf in flatten(given, rank=rank, namespace=self.namespace)[1]:
-            if distributed and is_partial(leaf):
+            if distributed and holds_partial_sums(leaf):
                 self.partial[index_path(path, rank)] = leaf
             elif not self.copied.type_check and is_unknown(leaf):
                 self.objects[index_path(path, rank)] = leaf

@@ -232,7 +232,7 @@ def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece], *, non_blo
         for part in parts:
             if (common := intersect(piece.region, part.region)) is not None:
                 box, given = (common.relative_to(one.region).slices() for one in (piece, part))
-                on_device = next((data for data in (piece.data, part.data) if hasattr(data, "copy_box")), None)
+                on_device: Any = next((data for data in (piece.data, part.data) if hasattr(data, "copy_box")), None)
                 if on_device is None or not on_device.copy_box(
                     piece.data, box, part.data, given, non_blocking=non_blocking
                 ):
