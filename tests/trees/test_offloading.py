@@ -204,6 +204,12 @@ def test_one_container_at_two_places_is_one_again() -> None:
         assert tree_["v"] is tree_["c"][1] and tree_["v"][2] == {3}
         assert tree_["equal"] is not tree_["a"] and tree_["equal"]["w"] is tree_["w"] is tree_["a"]["w"]
     assert found["a"] is not one and found["v"] is not values and found["v"][2] is not values[2]
+    model = torch.nn.Linear(2, 2)
+    held = {"model": model, "sparse": torch.eye(2).to_sparse()}
+    moved: Any = tc.trees.offload({"a": held, "b": [held], "model": model})
+    assert moved["a"] is moved["b"][0] and moved["a"]["sparse"].is_sparse
+    both = moved["a"]["model"]["weight"], moved["model"]["weight"]
+    assert both[0].data_ptr() == both[1].data_ptr(), "the state is asked at each place, and shows the same memory"
     empty: Any = tc.trees.empty_like(tree)
     assert empty["a"] is empty["b"][0] and empty["v"] is empty["c"][1]
 

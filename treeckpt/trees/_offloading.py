@@ -58,8 +58,8 @@ def offload(
     >>> tc.trees.offload(model)["weight"].shape
     torch.Size([2, 4])
 
-    Ties and views that overlap share memory again, an object that stands at two places is one object, and `_metadata`
-    of state dicts and attributes of tensors are copied too. Arrays on the meta device stay there.
+    Ties and views that overlap share memory again, a leaf or container that stands at two places is one again, and
+    `_metadata` of state dicts and attributes of tensors are copied too. Arrays on the meta device stay there.
 
     Args:
         ranks: that copy; None is all. The others get an `ArraySpec` in place of each array, as from `gather`.
