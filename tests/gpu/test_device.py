@@ -172,8 +172,28 @@ def test_bytes_are_read_into_pinned_memory_and_onto_the_device_from_there(tmp_pa
     there = target.to(device, non_blocking=True)
     assert target.data_ptr() == address and target.is_pinned() == (device == "cuda")
     assert torch.equal(there.cpu(), torch.arange(1 << 20))
-    copy = tc.trees.offload({"x": there}, memory="pinned")["x"]
+    copy = tc.trees.offload({"x": there}, pin=True)["x"]
     assert copy.is_cpu and copy.is_pinned() == (device == "cuda") and torch.equal(copy, target)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("device", DEVICES)
+def test_trees_are_copied_to_host_memory_and_back_while_the_device_works(device: str) -> None:
+    """pytorch-state_dict_utils, lines 1008-1148 and 758-822: `non_blocking`, memory pinned or shared, or both."""
+    tree = state_on(device)
+    for pin, share in ((True, False), (False, True), (True, True)):
+        moved = tc.trees.offload(tree, pin=pin, share=share)
+        assert all_same(moved, tree, "cpu")
+        into = tc.trees.empty_like(tree, pin=pin, share=share)
+        tc.trees.copy_into(tree, into, non_blocking=True)
+        synchronize(torch.device(device))
+        assert all_same(into, tree, "cpu")
+        for leaf in leaves(into).values():
+            assert not leaf.numel() or (leaf.is_shared(), leaf.is_pinned()) == (share, pin and device == "cuda")
+        back = tc.trees.empty_like(tree)
+        tc.trees.copy_into(into, back, non_blocking=True)
+        synchronize(torch.device(device))
+        assert all_same(back, tree, device)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA_MARKS)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treeckpt._io.comm.comm import ThreadComm
-from treeckpt.trees._collectives import Transfer
+from treeckpt.trees._transport import Transfer
 
 
 class ThreadTransport:

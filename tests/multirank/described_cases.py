@@ -222,8 +222,8 @@ def chunks_that_are_none_are_refused(here: Rank) -> None:
         tc.save(here.directory / "outside", {"w": outside})
     with pytest.raises(tc.LayoutError, match="no rank holds"):
         tc.save(here.directory / "gap", {"w": _wrapped(mesh, WHOLE, [WHOLE[:5]], [(0, 0)])})
-    with pytest.raises(tc.TreeError, match="plain"):
-        tc.trees.offload({"w": replicas(mesh, WHOLE, here.rank)}, memory="shared")
+    with pytest.raises(tc.TreeError, match="whose memory can be chosen"):
+        tc.trees.offload({"w": replicas(mesh, WHOLE, here.rank)}, share=True)
 
 
 @case("four")

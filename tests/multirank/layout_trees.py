@@ -81,7 +81,7 @@ def distribute_all(here: Rank, *, every: bool) -> None:
         assert not difference(like, kept(make, layout, here.rank, here.world, fill=0)), "like is as it was"
         tc.trees.copy_into(found, like)
         assert not (text := difference(like, expected)), f"{layout}: {text}"
-        copy = tc.trees.offload(found, memory=("plain", "shared", "pinned")[n % 3])  # pyright: ignore
+        copy = tc.trees.offload(found, pin=n % 3 == 2, share=n % 3 == 1)
         assert not (text := difference(copy, expected)), f"{layout}: {text}"
         assert tc.trees.same_structure(tc.trees.empty_like(found), expected), layout
 
@@ -159,6 +159,7 @@ def a_tree_that_one_rank_can_not_bring_fails_on_all(here: Rank) -> None:
         with pytest.raises(tc.RankError, match=r"rank 6: TreeError: a: .*subclass") as caught:
             act(refused)
         assert list(caught.value.ranks) == [6]
+    for act in (lambda t: tc.trees.broadcast(t, src=6), lambda t: tc.trees.distribute(t, t, src=6)):
         with pytest.raises((tc.LayoutError, tc.RankError), match="partial sum"):
             act({"w": partial})
     with pytest.raises(tc.MismatchError, match="rank 6"):

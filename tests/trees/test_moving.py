@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch.nn import Buffer, Parameter
 
 import treeckpt as tc
-from treeckpt.trees import _offloading
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -93,8 +92,9 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
 
 COPIES: dict[str, Any] = {
     "offload": tc.trees.offload,
-    "offload pinned": lambda tree: tc.trees.offload(tree, memory="pinned"),
-    "offload shared": lambda tree: tc.trees.offload(tree, memory="shared"),
+    "offload pinned": lambda tree: tc.trees.offload(tree, pin=True),
+    "offload shared": lambda tree: tc.trees.offload(tree, share=True),
+    "offload pinned and shared": lambda tree: tc.trees.offload(tree, pin=True, share=True),
     "gather": tc.trees.gather,
     "distribute": lambda tree: tc.trees.distribute(tree, tree),
     "distribute from a rank": lambda tree: tc.trees.distribute(tree, tree, src=0),
@@ -160,6 +160,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_copied_is_refused_by_name(name: str, operation: str) -> None:
     leaf, kind, text = REFUSED[name]
+    if name == "subclass" and operation.startswith("offload"):
+        pytest.skip("offload keeps it")
     others = {"broadcast": tc.trees.broadcast, "empty_like": tc.trees.empty_like}
     others["copy_into"] = lambda tree: tc.trees.copy_into(tree, {"a": [1 if name == "object" else torch.ones(2)]})
     act = {**COPIES, **others}[operation]
@@ -248,21 +250,13 @@ def test_one_leaf_of_like_in_two_places_takes_two_arrays() -> None:
         assert found["a"].tolist() == [1, 1] and found["b"].tolist() == [0, 0]
 
 
-def test_views_that_overlap_in_part_become_arrays_of_their_own_on_the_host() -> None:
-    base = torch.arange(6.0)
-    found = tc.trees.offload({"a": base[:4], "b": base[2:]})
-    assert found["a"].tolist() == [0, 1, 2, 3] and found["b"].tolist() == [2, 3, 4, 5]
-    found["a"].zero_()
-    assert found["b"].tolist() == [2, 3, 4, 5]
-
-
 # one block ------------------------------------------------------------------------------------------------------------
 def test_shared_memory_takes_one_descriptor_for_any_number_of_leaves() -> None:
     program = (
         "import resource, torch, treeckpt as tc\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "tree = {n: torch.full((3,), float(n)) for n in range(2000)}\n"
-        "found = tc.trees.offload(tree, memory='shared')\n"
+        "found = tc.trees.offload(tree, share=True)\n"
         "assert all(t.is_shared() and t.data_ptr() % 64 == 0 for t in found.values())\n"
         "assert all(torch.equal(found[n], tree[n]) for n in tree)\n"
     )
@@ -271,7 +265,7 @@ def test_shared_memory_takes_one_descriptor_for_any_number_of_leaves() -> None:
 
 def test_a_view_takes_no_more_than_its_elements() -> None:
     large = torch.zeros(1 << 20)
-    found = tc.trees.offload({"w": large[5:9]}, memory="shared")["w"]
+    found = tc.trees.offload({"w": large[5:9]}, share=True)["w"]
     assert found.untyped_storage().nbytes() == 64
     assert tc.trees.offload({"w": large[5:9]})["w"].untyped_storage().nbytes() == 16
 
@@ -279,10 +273,9 @@ def test_a_view_takes_no_more_than_its_elements() -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (
-            lambda: tc.trees.offload(BASE, memory="pin"),
-            "memory: expected one of 'plain', 'pinned'.*found 'pin'",
-        ),
+        (lambda: tc.trees.offload(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
+        (lambda: tc.trees.offload(BASE, ranks=[1]), r"ranks: expected ranks of 0 to 0, found \[1\]"),
+        (lambda: tc.trees.empty_like(BASE, device="meta", pin=True), 'device: expected "cpu", with pin= or share='),
         (lambda: tc.trees.gather(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
         (lambda: tc.trees.gather(BASE, device="gpu"), "device: expected a device of torch.*'gpu'"),
         (lambda: tc.trees.flatten_names({"a": 1}, separator=""), "separator: expected text"),
@@ -308,10 +301,9 @@ def test_numpy_trees_need_no_torch() -> None:
 
 
 def test_two_offloads_do_not_share_memory() -> None:
-    first = tc.trees.offload({"w": BASE}, memory="shared")
-    tc.trees.offload({"w": BASE + 1}, memory="shared")
+    first = tc.trees.offload({"w": BASE}, share=True)
+    tc.trees.offload({"w": BASE + 1}, share=True)
     assert torch.equal(first["w"], BASE)
-    assert "ALIGN" in vars(_offloading)
 
 
 # copy_into ------------------------------------------------------------------------------------------------------------
@@ -539,14 +531,14 @@ def test_names_lose_nothing_where_like_is_given(tree: Any) -> None:
     json.dumps(list(named))
 
 
-@pytest.mark.parametrize("memory", ["plain", "shared"])
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_a_table_is_offloaded_with_its_arrays(kind: str, memory: Any) -> None:
+def test_a_table_is_offloaded_with_its_arrays(kind: str, *, share: bool) -> None:
     ids, rows = torch.tensor([5, 3, 9]), torch.arange(6.0).view(3, 2)
     arrays = [ids, rows, rows.clone()] if kind == "torch" else [ids.numpy(), rows.numpy(), rows.clone().numpy()]
     slots = {"embedding": arrays[1], "exp_avg": arrays[2]}
     table = tc.KeyedTable(arrays[0], slots, scalars={"step": 7}, owned=(0, 16), buckets=32, fill={"exp_avg": 0})
-    found = tc.trees.offload({"table": table, "tied": arrays[1]}, memory=memory)
+    found = tc.trees.offload({"table": table, "tied": arrays[1]}, share=share)
     arrays[1][:] = -1
     copy = found["table"]
     assert type(copy.ids) is type(arrays[0]) and copy.ids.tolist() == [5, 3, 9]
@@ -566,3 +558,80 @@ def test_a_view_before_its_array_is_gathered_as_a_view() -> None:
         assert torch.equal(found["all"], whole) and torch.equal(found["row"], whole[0])
         found["row"].zero_()
         assert torch.equal(found["all"][0], torch.zeros(3))
+
+
+# as torch's utilities -------------------------------------------------------------------------------------------------
+class Unknown:
+    """A value of a kind that no checkpoint holds."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+
+
+WITHOUT_CHECK: dict[str, Callable[[Any], Any]] = {
+    "gather": lambda tree: tc.trees.gather(tree, type_check=False),
+    "distribute": lambda tree: tc.trees.distribute(tree, {"a": 0, "b": 0, "w": BASE}, type_check=False),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CHECK)
+def test_type_check_false_takes_a_deep_copy_of_values_of_unknown_kinds(name: str) -> None:
+    """pytorch-state_dict_utils, lines 549-558: `copy.deepcopy`, where `type_check` refuses such a value."""
+    one = Unknown([1])
+    found = WITHOUT_CHECK[name]({"a": one, "b": one, "w": BASE})
+    assert type(found["a"]) is Unknown and found["a"] is not one and found["a"].inner == [1]
+    assert found["b"] is found["a"]
+
+
+def test_copy_into_puts_deep_copies_of_unknown_values_without_type_check() -> None:
+    one, into = Unknown(1), {"a": Unknown(2), "w": torch.zeros(4, 6)}
+    with pytest.raises(tc.TreeError, match="type_check=False"):
+        tc.trees.copy_into({"a": one, "w": BASE}, into)
+    assert into["a"].inner == 2 and not into["w"].any()
+    tc.trees.copy_into({"a": one, "w": BASE}, into, type_check=False)
+    assert into["a"].inner == 1 and into["a"] is not one and torch.equal(into["w"], BASE)
+
+
+def test_an_error_advises_only_options_that_the_function_has() -> None:
+    """Of an object of an unknown class; pickles are an option of save and load alone."""
+    tree = {"a": Unknown()}
+    for act in (tc.trees.offload, tc.trees.gather, tc.trees.broadcast, tc.trees.empty_like,
+                lambda t: tc.trees.copy_into(t, {"a": 1}), lambda t: tc.trees.distribute(t, {"a": 1}),
+                lambda t: tc.trees.distribute(t, {"a": 1}, src=0)):  # fmt: skip
+        with pytest.raises(tc.TreeError) as caught:
+            act(tree)
+        assert "allow_pickle" not in str(caught.value) and "type_check=False" in str(caught.value)
+    for act in (lambda t: tc.save(tc.MemoryStore(), t), lambda t: tc.save_async(tc.MemoryStore(), t).result()):
+        with pytest.raises(tc.TreeError, match=r"Or pass allow_pickle=True") as caught:
+            act(tree)
+        assert "type_check" not in str(caught.value)
+    with pytest.raises(tc.TreeError) as caught:
+        tc.save(tc.MemoryStore(), {"a": Unknown(sys.stdout)}, allow_pickle=True)
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("src", [None, 0])
+def test_distribute_without_strict_keeps_leaves_that_the_tree_lacks(src: int | None) -> None:
+    """pytorch-state_dict_utils, lines 1929-2014: a key that only the local state dict has stays."""
+    like = {"w": torch.zeros(4, 6), "kept": torch.ones(2), "v": 3}
+    found = tc.trees.distribute({"w": BASE, "more": 1}, like, src=src, strict=False)
+    assert torch.equal(found["w"], BASE) and found["kept"] is like["kept"] and found["v"] == 3
+    assert not like["w"].any()
+    with pytest.raises(tc.MismatchError, match=r"kept: .* found 2 not in the tree: kept, v.*strict=False"):
+        tc.trees.distribute({"w": BASE}, like, src=src)
+    with pytest.raises(tc.MismatchError, match="one leaf at least"):
+        tc.trees.distribute({"else": BASE}, like, src=src, strict=False)
+
+
+def test_names_that_count_from_zero_are_those_of_a_list() -> None:
+    """pytorch-state_dict_utils, lines 2148-2393: flattened names, and the nested dicts and lists again."""
+    tree = {"a": [torch.ones(1), {"b": [2, 3]}], "c": {"x": 1}}
+    assert tc.trees.unflatten_names(tc.trees.flatten_names(tree)) == tree
+    assert tc.trees.unflatten_names({"1": "b", "0": "a"}) == ["a", "b"], "in the order of the numbers"
+    assert tc.trees.unflatten_names({f"n.{i}": i for i in sorted(range(12), key=str)}) == {"n": list(range(12))}
+    for named in ({"a.1": 1}, {"a.0": 1, "a.2": 2}, {"a.0": 1, "a.00": 2}, {"a.0": 1, "a.b": 2}):
+        assert list(tc.trees.unflatten_names(named)["a"]) == [name[2:] for name in named], "a dict: there is a gap"
+    numbered = {"state": {0: 1, 1: 2}}
+    names = tc.trees.flatten_names(numbered)
+    assert tc.trees.unflatten_names(names, numbered) == numbered
+    assert tc.trees.unflatten_names(names) == {"state": [1, 2]}

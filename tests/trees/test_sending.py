@@ -17,7 +17,7 @@ from tests.helpers.thread_transport import ThreadTransport
 from treeckpt._core.sharding.region import Region
 from treeckpt._io.comm.comm import ThreadComm
 from treeckpt.trees import _collectives
-from treeckpt.trees._collectives import PackedRegion, pack_regions
+from treeckpt.trees._transport import PackedRegion, pack_regions
 
 
 @pytest.fixture(autouse=True, scope="module")

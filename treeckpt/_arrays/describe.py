@@ -50,6 +50,7 @@ def describe_tree(
     *,
     rank: int,
     allow_pickle: bool = False,
+    advice: str = "",
     namespace: str = "",
     members: tuple[int, ...] | None = None,
     tables: bool = False,
@@ -58,6 +59,7 @@ def describe_tree(
     """Flattens a tree and describes its leaves.
 
     Args:
+        allow_pickle, advice: as for `encode`.
         tables: there may be keyed tables; `place_table_rows` then sets the global offsets of their rows.
         blobs: texts and bytes of more than `MAX_VALUE_NBYTES` are described as arrays, with one of `BLOB_KINDS`.
         members: where a group of ranks saves, the global rank of each, which distributed arrays use.
@@ -84,7 +86,7 @@ def describe_tree(
         else:
             source = blob_source(leaf) if blobs and isinstance(leaf, BLOB_TYPES) else source_of(leaf, path, here)
         if source is None:
-            (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle)
+            (own_values if own else values)[path] = encode(leaf, path, allow_pickle=allow_pickle, advice=advice)
             specs.append(LeafSpec(path, None, per_rank=() if own else None))
         else:
             sources[path] = source

@@ -31,6 +31,11 @@ def is_dtensor_class(kind: type) -> bool:
     return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed") for base in kind.__mro__)
 
 
+def is_partial(leaf: Any) -> bool:
+    """Returns whether a leaf is a DTensor of which ranks hold partial sums."""
+    return is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements)
+
+
 def is_sharded_tensor(leaf: object) -> bool:
     """Returns whether a tensor is torch.distributed's ShardedTensor, which supports hardly any operator."""
     return type(leaf).__name__ == "ShardedTensor"

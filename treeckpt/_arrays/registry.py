@@ -208,6 +208,11 @@ def in_parts_if_needed(act: Callable[[bool], Any], *, always: bool = False) -> A
         return act(True)
 
 
+def holds_partial_sums(leaf: object) -> bool:
+    """Returns whether a leaf is a DTensor of which ranks hold partial sums."""
+    return _is_torch(type(leaf)) and _module("dtensor").is_partial(leaf)
+
+
 # leaves ---------------------------------------------------------------------------------------------------------------
 
 
@@ -304,10 +309,16 @@ def like_of(
 def encodable(leaf: object) -> bool:
     """Returns whether the leaf is a value that can be stored; numpy scalars, which have a shape, are such values."""
     try:
-        encode(leaf, "", allow_pickle=False)
+        encode(leaf, "")
     except TreeError:
         return False
     return True
+
+
+def is_unknown(leaf: object) -> bool:
+    """Returns whether the leaf is neither an array, nor what stands for one, nor a value that can be stored."""
+    stands_for_one = leaf is ... or isinstance(leaf, (ArraySpec, TableColumn, LazyArray))
+    return not stands_for_one and adapter_of(type(leaf)) is None and not is_value(leaf)
 
 
 def is_value(leaf: object) -> bool:
@@ -403,16 +414,26 @@ def new_array(spec: ArraySpec, path: str, device: str | None, *, allocate: Alloc
 # values ---------------------------------------------------------------------------------------------------------------
 
 
-def encode(value: object, path: str, *, allow_pickle: bool) -> Value:
+PICKLE_ADVICE = "Or pass allow_pickle=True"
+
+
+def encode(value: object, path: str, *, allow_pickle: bool = False, advice: str = "") -> Value:
     """Returns the stored form of a value, of any known library.
+
+    Args:
+        advice: what else can be done with a value of an unknown kind: an option that the caller has.
 
     Raises:
         TreeError: a value of an unknown kind; with `allow_pickle` only if it cannot be pickled.
     """
     try:
         return encode_value(value, path, encode_of_library)
-    except TreeError:
-        if not allow_pickle or _libraries(type(value)):
+    except TreeError as error:
+        of_library = bool(_libraries(type(value)))
+        # an error without a hint is of a known kind
+        if advice and error.hint and not of_library:
+            error.add_hint(advice)
+        if not allow_pickle or of_library:
             raise
     import base64
     import pickle
@@ -429,7 +450,7 @@ def is_same_value(first: object, second: object, path: str = "") -> bool:
     Raises:
         TreeError: a value of an unknown kind.
     """
-    stored = [msgspec.json.encode(encode(value, path, allow_pickle=False)) for value in (first, second)]
+    stored = [msgspec.json.encode(encode(value, path)) for value in (first, second)]
     return stored[0] == stored[1]
 
 

@@ -575,12 +575,12 @@ class ExpandedTree:
             elif mappings and is_filled_by_key(type(leaf)):
                 inside = ExpandedTree(dict(leaf), rank, namespace, mappings=True, above=path)  # pyright: ignore[reportArgumentType, reportCallIssue]
                 self.objects[position] = _StatefulLeaf(path, leaf, None, inside.tree, inside)
-        self.tree = self._with_states()
+        self.tree = self._with_states(keep_shared=True)
 
-    def _with_states(self) -> Any:
+    def _with_states(self, *, keep_shared: bool = False) -> Any:
         """Returns the tree with the state of each stateful object in its place."""
         leaves = (self.objects[i].state if i in self.objects else leaf for i, (_, leaf) in enumerate(self.leaves))
-        return replace_leaves(self.original, leaves, namespace=self.namespace)
+        return replace_leaves(self.original, leaves, namespace=self.namespace, keep_shared=keep_shared)
 
     def _leaves_of(self, state: Any) -> list[tuple[str, Any]]:
         return flatten(state, rank=self.rank, namespace=self.namespace)[1]

@@ -196,16 +196,43 @@ class DeviceArray:
         target.copy_(part)
         return None
 
+    def copy_box(
+        self, target: object, box: Box, source: object, source_box: Box, *, non_blocking: bool = False
+    ) -> bool:
+        """Has torch copy a box of memory to another, of which one at least is a tensor of this class.
+
+        Returns:
+            False where torch cannot address one of them, and nothing was copied.
+        """
+        to, given = (_tensor_at(data, at, self.tensor.dtype) for data, at in ((target, box), (source, source_box)))
+        if to is None or given is None:
+            return False
+        if to.dtype not in PLAIN_DTYPES and not given.is_conj() and not given.is_neg():
+            to, given = as_integers(to), as_integers(given)
+        to.copy_(given.view(to.shape), non_blocking=non_blocking)
+        return True
+
     def write(self, box: Box, data: np.ndarray) -> None:
         part = torch.from_numpy(np.ascontiguousarray(data).view(signed_dtype(data.itemsize)))
         target = self.tensor[box]
         target.copy_(part.view(self.tensor.dtype).view(target.shape))  # numpy turns a scalar into a 1-D array
 
 
+def _tensor_at(data: object, box: Box, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns a box of memory as a tensor; None for other kinds of memory."""
+    if isinstance(data, DeviceArray):
+        return data.tensor[box] if data.tensor.dtype == dtype else None
+    if not isinstance(data, (HostMemory, HostArray)):
+        return None
+    array = data.array[(*box, ...)]  # without the ellipsis a scalar would be a copy
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        return None
+    return torch.from_numpy(array.view(signed_dtype(array.itemsize))).view(dtype)
+
+
 def gather_samples(tensor: torch.Tensor, runs: SampleRuns | None) -> torch.Tensor:
     """Returns the sampled elements of a tensor in C order, or without `runs` all: uint8[bytes], on its device."""
-    if not tensor.is_conj() and not tensor.is_neg() and tensor.dtype.itemsize in _INTEGERS:
-        tensor = tensor.view(_INTEGERS[tensor.dtype.itemsize])  # not all functions have float8
+    tensor = as_integers(tensor)
     if runs is None:
         found = tensor.reshape(-1)
     elif tensor.is_contiguous():
@@ -216,6 +243,16 @@ def gather_samples(tensor: torch.Tensor, runs: SampleRuns | None) -> torch.Tenso
         positions = torch.from_numpy(runs.index()).to(tensor.device)
         found = tensor[torch.unravel_index(positions, tensor.shape)]
     return found.resolve_conj().resolve_neg().view(torch.uint8)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as integers of the width of its elements: not all functions have float8, nor `copy_` int1.
+
+    A conjugate or negative view, and elements of 16 bytes, stay what they are.
+    """
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype.itemsize not in _INTEGERS:
+        return tensor
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -326,7 +363,7 @@ def torch_dtype(name: str, path: str = "") -> torch.dtype:
 known_dtype = torch_dtype
 
 
-def _check(leaf: torch.Tensor, path: str) -> None:
+def check_tensor(leaf: torch.Tensor, path: str) -> None:
     """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
     if is_dtensor(leaf):
         leaf = part_of(leaf)
@@ -360,7 +397,7 @@ def _check(leaf: torch.Tensor, path: str) -> None:
         ) from error
 
 
-def _spec(leaf: torch.Tensor) -> ArraySpec:
+def spec_of(leaf: torch.Tensor) -> ArraySpec:
     device = None if leaf.is_cpu or leaf.is_meta else str(leaf.device)
     shape, order = tuple(leaf.shape), order_of(leaf)
     return ArraySpec(
@@ -377,7 +414,7 @@ def _spec(leaf: torch.Tensor) -> ArraySpec:
 def _check_chunks(held: DescribedTensor, path: str) -> None:
     """Refuses chunks that are no plain tensors, or of several dtypes."""
     for _, tensor in held.chunks:
-        _check(tensor, path)
+        check_tensor(tensor, path)
     dtypes = {tensor.dtype: None for _, tensor in held.chunks}
     if len(dtypes) > 1:
         raise LayoutError(path, expected="chunks of one dtype", found=", ".join(map(str, dtypes)))
@@ -423,7 +460,7 @@ def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
         layout = BoxLayout(tuple((rank, region) for region, _ in held.chunks))
         pieces = [SourcePiece(r, part.pieces[0].data) for (r, _), part in zip(held.chunks, parts, strict=True)]
         return ArraySource(_described_spec(leaf, held), layout, pieces, parts[0].storage if len(parts) == 1 else None)
-    _check(leaf, path)
+    check_tensor(leaf, path)
     if leaf.is_meta:
         raise TreeError(
             path,
@@ -431,14 +468,14 @@ def source(leaf: torch.Tensor, path: str, rank: int) -> ArraySource:
             found="one on the meta device",
             hint="Materialise the module before saving (to_empty, then load or initialise)",
         )
-    spec = _spec(leaf)
+    spec = spec_of(leaf)
     if type(leaf) not in PLAIN_CLASSES and is_dtensor(leaf):
         layout, local = local_of(leaf, path, rank)
-        storage = _storage(local, path)
+        storage = memory_of(local, path)
         pieces = [SourcePiece(*piece) for piece in _pieces(layout, local, spec.shape, rank)]
         return ArraySource(spec, layout, pieces, storage)
     tensor = leaf.detach() if spec.requires_grad else leaf
-    storage = _storage(tensor, path)
+    storage = memory_of(tensor, path)
     return ArraySource(spec, None, (SourcePiece(Region.whole(spec.shape), tensor_data(tensor)),), storage)
 
 
@@ -456,7 +493,7 @@ def _pieces(
     ]
 
 
-def _storage(tensor: torch.Tensor, path: str) -> Storage | None:
+def memory_of(tensor: torch.Tensor, path: str) -> Storage | None:
     """Returns the memory of a tensor.
 
     Raises:
@@ -488,8 +525,8 @@ def abstract(leaf: torch.Tensor, path: str, rank: int) -> ArraySpec:
     if (held := described(leaf, path)) is not None:
         _check_chunks(held, path)
         return msgspec.structs.replace(_described_spec(leaf, held), regions=tuple(region for region, _ in held.chunks))
-    _check(leaf, path)
-    spec = _spec(leaf)
+    check_tensor(leaf, path)
+    spec = spec_of(leaf)
     if not is_dtensor(leaf):
         return spec
     layout = layout_of(leaf, path)
@@ -509,7 +546,7 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         _check_chunks(held, path)
         pieces = [TargetPiece(region, target(tensor, path, rank).pieces[0].data) for region, tensor in held.chunks]
         return ArrayTarget(abstract(leaf, path, rank), leaf, pieces)
-    _check(leaf, path)
+    check_tensor(leaf, path)
     if leaf.device.type == "meta":
         raise MismatchError(
             path, expected="a tensor with memory", found="one on the meta device", hint="Use load(path, like=tree)"
@@ -518,10 +555,10 @@ def target(leaf: torch.Tensor, path: str, rank: int) -> ArrayTarget:
         layout, local = local_of(leaf, path, rank)
         _check_memory(local, path)
         pieces = [TargetPiece(*piece) for piece in _pieces(layout, local, tuple(leaf.shape), rank)]
-        return ArrayTarget(_spec(leaf), leaf, pieces, layout)
+        return ArrayTarget(spec_of(leaf), leaf, pieces, layout)
     tensor = leaf.detach()
     _check_memory(tensor, path)
-    return ArrayTarget(_spec(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
+    return ArrayTarget(spec_of(leaf), leaf, (TargetPiece(Region.whole(tuple(leaf.shape)), tensor_data(tensor)),))
 
 
 def _check_memory(tensor: torch.Tensor, path: str) -> None:
@@ -531,7 +568,7 @@ def _check_memory(tensor: torch.Tensor, path: str) -> None:
         MismatchError: more elements than their storage has, or several in one place.
     """
     try:
-        _storage(tensor, path)
+        memory_of(tensor, path)
     except TreeError as error:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
     if overlaps_itself(tensor.shape, tensor.stride()):
@@ -550,9 +587,9 @@ def like(
     if describing(leaf) is not None:
         made = like_described(leaf, _device(device, path), path)
         return target(as_kind(made, abstract(leaf, path, rank)), path, rank)
-    _check(leaf, path)
+    check_tensor(leaf, path)
     where = _device(device, path) or leaf.device
-    spec = _spec(leaf)
+    spec = spec_of(leaf)
     if is_dtensor(leaf):
         return _like_dtensor(leaf, spec, path, rank, where, allocate)
     host = torch.device("cpu")
@@ -697,6 +734,14 @@ def _from_buffer(memory: memoryview, dtype: torch.dtype, offset: int, size: int)
 def view(base: torch.Tensor, spec: ArraySpec, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
     """Returns a strided view, in elements of its memory, of a dense tensor."""
     return as_kind(torch.as_strided(base.detach(), spec.shape, strides, offset), spec)
+
+
+def reduced(leaf: Any) -> torch.Tensor:
+    """Returns a DTensor without its partial sums: every rank of its mesh calls it, in the same order."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+    return as_kind(leaf.detach().redistribute(placements=placements), spec_of(leaf))
 
 
 def mark_written(leaves: Sequence[torch.Tensor]) -> None:

@@ -376,9 +376,7 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
         save_id=xxhash.xxh3_64_hexdigest(repr(list(sizes.items())).encode()),
         step=None,
         created_ns=max((entry.modified_ns for entry in entries.values()), default=0),
-        metadata={
-            key: encode(value, f"metadata/{key}", allow_pickle=False) for key, value in contents.metadata.items()
-        },
+        metadata={key: encode(value, f"metadata/{key}") for key, value in contents.metadata.items()},
     )
     computed: dict[int, int] = {}
     finder = _ChunkFinder(list(sizes), computed, store)

@@ -406,7 +406,7 @@ class _TreeBuilder:
         what, made = f"an {node.name} with ", None
         try:
             made = new_namespace(NAMESPACES[node.name], state)
-            encode(made, path, allow_pickle=False)
+            encode(made, path)
         except (TypeError, TreeError) as error:
             found = error.found if isinstance(error, TreeError) else f"{error}"
             inner = inner or [RefusedLeaf(getattr(error, "path", path), found, _HELD)]

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, MismatchError
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("treeckpt")
-_PICKLE = "leave it out: no code of a file runs without allow_pickle=True"
+_PICKLE = "leave it out: no code of a file runs"
 _LIKE = "like= is the tree that is wanted"
 _DCP = "treeckpt.dcp has the calls of torch.distributed.checkpoint"
 ELSEWHERE = {
@@ -130,7 +130,8 @@ def _meant_by(name: str, known: Iterable[str]) -> str:
         argument, group = fields[near[0]]
         return f"; write {argument}=tc.{group}({near[0]}=...)"
     if name in ELSEWHERE:
-        return f"; {ELSEWHERE[name]}"
+        without = " without allow_pickle=True" if ELSEWHERE[name] == _PICKLE and "allow_pickle" in known else ""
+        return f"; {ELSEWHERE[name]}{without}"
     return "".join(f"; near to it is {one!r}" for one in near)
 
 

@@ -40,7 +40,7 @@ from .._arrays.describe import (
     place_table_rows,
 )
 from .._arrays.digests import SMALL_LEAF_NBYTES
-from .._arrays.registry import in_parts_if_needed
+from .._arrays.registry import PICKLE_ADVICE, in_parts_if_needed
 from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import Sidecar
@@ -381,6 +381,7 @@ class _Agreement:
                 rank=rank,
                 members=members_of(self.comm),
                 allow_pickle=self.options.allow_pickle,
+                advice=PICKLE_ADVICE,
                 namespace=namespace,
                 tables=True,
                 blobs=True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
 
-from .._arrays.registry import abstract_of, encode
+from .._arrays.registry import PICKLE_ADVICE, abstract_of, encode
 from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
 from .._core.tree.containers import FromRank, PerRank
 from .._core.tree.flatten import flatten
@@ -146,7 +146,7 @@ def check_objects(
         leaves = [*leaves, *((path, leaf) for path, leaf in beside if not holds_stateful(leaf, namespace))]
     for path, leaf in leaves:
         if leaf is not ... and abstract_of(leaf, path, rank) is None:
-            encode(leaf, path, allow_pickle=allow_pickle)
+            encode(leaf, path, allow_pickle=allow_pickle, advice=PICKLE_ADVICE)
 
 
 def _left_out(

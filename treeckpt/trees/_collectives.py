@@ -9,23 +9,21 @@ where all ranks receive them, else sent to the receivers. What every receiver ho
 sends its tree without data, or the others send which regions they want. What all ranks want alike is broadcast, the
 rest is sent to each rank.
 
-Ranks are counted within the group. Bytes are numpy arrays of uint8; for a group whose backend moves only device memory
-(NCCL) they are copied to and from its device. `SoloTransport` stands for a single rank, or no process group. Regions of
-many arrays go in few messages (`send_regions`): a thousand leaves take a handful of them. Sender and receivers compute
-the same packing from the same list of regions; no headers are sent.
+Arrays of partial sums are reduced by torch before all else, which takes one round of messages more.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from .._arrays.base import ArraySource, ArrayTarget, HostArray, SourcePiece, TargetPiece, raw_dtype
+from .._arrays.base import ArraySource, ArrayTarget
 from .._arrays.describe import (
     DescribedTree,
     box_digests,
@@ -34,7 +32,18 @@ from .._arrays.describe import (
     json_digest,
     piece_digests,
 )
-from .._arrays.registry import build_tensor, decode, library_of, like_of, new_array, resolve, resolve_function
+from .._arrays.registry import (
+    build_tensor,
+    decode,
+    holds_partial_sums,
+    is_unknown,
+    library_of,
+    like_of,
+    new_array,
+    resolve,
+    resolve_function,
+    torch_adapter,
+)
 from .._arrays.stateful import state_tree
 from .._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, merge_rank_trees
 from .._core.planning.save_plan import ArrayLeaf, array_leaves, assign_writers, overlapping_pieces, writes_of
@@ -43,10 +52,11 @@ from .._core.sharding.int_runs import decode_runs, encode_runs
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, mesh_ranks
 from .._core.sharding.region import Region, strides_in
 from .._core.tree.flatten import flatten, replace_leaves, unflatten
+from .._core.tree.leaf_differences import some_of
 from .._core.tree.spec import ArraySpec
-from .._core.tree.value_codec import Value
-from .._io.comm.collective import ByteGatherer, from_rank, gather_results
-from .._io.comm.comm import check_group, launched_rank, unconnected_error
+from .._core.tree.structure import index_path
+from .._core.tree.value_codec import Value, type_name
+from .._io.comm.collective import from_rank, gather_results
 from .._saving.agree import (
     BoxDigests,
     RankTree,
@@ -57,198 +67,18 @@ from .._saving.agree import (
     merge_inventories,
 )
 from ..errors import LayoutError, MismatchError, RankError, TreeError
-from ._moving import distribute_local, fill
+from ._moving import (
+    TYPE_CHECK_ADVICE,
+    ValueCopies,
+    chosen_ranks,
+    distribute_local,
+    fill,
+    lacking_leaves,
+    log_kept_leaves,
+)
+from ._transport import BUCKET_NBYTES, PackedRegion, Transport, send_regions, transport_of
 
-Transfer = tuple[int, np.ndarray]
-"""The other rank, and the bytes to send or to fill."""
-
-
-class Transport(ByteGatherer, Protocol):
-    """One rank's access to the others. Every method is called by all ranks in the same order."""
-
-    @property
-    def members(self) -> tuple[int, ...] | None:
-        """The global rank of each rank; None where the numbers are the same."""
-        ...
-
-    def broadcast(self, data: np.ndarray, source: int) -> None:
-        """Fills `data` with that of rank `source`."""
-        ...
-
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Sends and receives; between two ranks in order."""
-        ...
-
-
-class SoloTransport:
-    """The transport of a single rank: it sends nothing."""
-
-    rank, size, members = 0, 1, None
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast(self, data: np.ndarray, source: int) -> None:
-        pass
-
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        assert not sends and not receives, "there is no other rank"
-
-
-class TorchTransport:
-    """The transport of a process group."""
-
-    def __init__(self, group: Any) -> None:
-        import torch.distributed as dist
-
-        self._dist, self._group = dist, group
-        self._ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
-        self.members = None if self._ranks == tuple(range(dist.get_world_size())) else self._ranks
-        # the device from which the backend of the group sends: that of NCCL is a GPU
-        self._device = str(dist.distributed_c10d._get_object_coll_device(group))
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * self.size
-        self._dist.all_gather_object(gathered, data, group=self._group)
-        return gathered
-
-    def broadcast(self, data: np.ndarray, source: int) -> None:
-        tensor = self._tensor(data)
-        self._dist.broadcast(tensor, src=self._ranks[source], group=self._group)
-        if source != self.rank:
-            self._copy_back(tensor, data)
-
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        dist = self._dist
-        filled = [(self._tensor(data), data) for _, data in receives]
-        calls = [
-            dist.P2POp(dist.isend, self._tensor(data), self._ranks[other], self._group) for other, data in sends
-        ] + [
-            dist.P2POp(dist.irecv, tensor, self._ranks[other], self._group)
-            for (other, _), (tensor, _) in zip(receives, filled, strict=True)
-        ]
-        for work in dist.batch_isend_irecv(calls) if calls else []:
-            work.wait()
-        for tensor, data in filled:
-            self._copy_back(tensor, data)
-
-    def _tensor(self, data: np.ndarray) -> Any:
-        import torch
-
-        return torch.from_numpy(data).to(self._device)
-
-    def _copy_back(self, tensor: Any, data: np.ndarray) -> None:
-        # on the host the tensor has the memory of the array
-        if self._device != "cpu":
-            data[:] = tensor.cpu().numpy()
-
-
-def transport_of(group: Any) -> Transport:
-    """Returns the transport of a process group.
-
-    Args:
-        group: None is the default group, or a solo transport where there is none; "alone" is a solo transport.
-
-    Raises:
-        RankError: this rank is not part of the group, or there is none although a launcher has started other ranks.
-        TreeckptError: `group` is no process group.
-    """
-    if isinstance(group, str) and group == "alone":
-        return SoloTransport()
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        if group is None and (launched := launched_rank()) is not None:
-            raise unconnected_error(launched, "group")
-        return SoloTransport()
-    if group is None:
-        group = dist.group.WORLD
-    check_group(group, "group")
-    return TorchTransport(group)
-
-
-BUCKET_NBYTES = 64 << 20
-"""Size of a message in bytes, at most, unless a single region is larger."""
-ALIGN = 16
-
-
-class PackedRegion(msgspec.Struct, frozen=True):
-    """A region of the array at a path."""
-
-    path: str
-    region: Region
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.region.size * self.itemsize
-
-
-class MessageBucket(msgspec.Struct, frozen=True):
-    """The regions of one message, each with its first byte in it."""
-
-    entries: tuple[tuple[PackedRegion, int], ...]
-    nbytes: int
-
-
-def pack_regions(entries: Sequence[PackedRegion], limit: int) -> Iterator[MessageBucket]:
-    """Yields buckets of at most `limit` bytes, or of one region, in order; omits empty regions."""
-    packed: list[tuple[PackedRegion, int]] = []
-    offset = 0
-    for entry in entries:
-        if not entry.nbytes:
-            continue
-        if packed and offset + entry.nbytes > limit:
-            yield MessageBucket(tuple(packed), offset)
-            packed, offset = [], 0
-        packed.append((entry, offset))
-        offset += -(-entry.nbytes // ALIGN) * ALIGN
-    if packed:
-        yield MessageBucket(tuple(packed), offset)
-
-
-def _window(data: np.ndarray, entry: PackedRegion, offset: int) -> HostArray:
-    raw = data[offset : offset + entry.nbytes].view(raw_dtype(entry.itemsize))
-    return HostArray(raw.reshape(entry.region.shape))
-
-
-def send_regions(
-    entries: Sequence[PackedRegion],
-    limit: int,
-    transport: Transport,
-    *,
-    sender: int,
-    receivers: Collection[int],
-    sources: Mapping[str, ArraySource],
-    targets: Mapping[str, ArrayTarget],
-) -> None:
-    """Sends regions of one rank's arrays to others; every rank calls it with the same entries.
-
-    Args:
-        receivers: the ranks that get them; the sender too, if it is to fill targets of its own.
-        sources: this rank's arrays by path, if it is the sender.
-        targets: the arrays to fill, if it is a receiver; regions of others are ignored.
-    """
-    sends, receives = transport.rank == sender, transport.rank in receivers
-    for bucket in pack_regions(entries, limit) if sends or receives else ():
-        # the gaps between regions are sent too: zeros, and not what was in memory before
-        data = np.zeros(bucket.nbytes, np.uint8) if sends else np.empty(bucket.nbytes, np.uint8)
-        places = [(entry, _window(data, entry, offset)) for entry, offset in bucket.entries]
-        if sends:
-            for entry, place in places:
-                fill([TargetPiece(entry.region, place)], sources[entry.path].pieces)
-        if len(receivers) == transport.size:
-            transport.broadcast(data, sender)
-        elif sends:
-            transport.exchange([(rank, data) for rank in receivers if rank != sender], [])
-        else:
-            transport.exchange([], [(sender, data)])
-        for entry, place in places if receives else ():
-            pieces = targets[entry.path].pieces if entry.path in targets else ()
-            # pieces of a target have entries of their own: of many, only the one that is meant is looked at
-            exact = [piece for piece in pieces if piece.region == entry.region]
-            fill(exact or pieces, [SourcePiece(entry.region, place)])
-
+_log = logging.getLogger("treeckpt")
 
 HINT = "Nothing was sent"
 
@@ -259,25 +89,38 @@ class _RankDigests(msgspec.Struct, array_like=True):
     inventory: bytes
     contents: bytes
     pieces: dict[bytes, bytes]
+    partial: dict[str, list[int]] = {}
+    """The global ranks of the mesh of each array of partial sums, which is still to be reduced, by path."""
+
+
+_STAND_IN = "treeckpt.trees: an object of "
+"""The text in the place of a value of an unknown kind while ranks compare their trees; its class follows."""
 
 
 class _Gather:
     """One gather on one rank."""
 
     def __init__(
-        self, transport: Transport, tree: Any, ranks: Sequence[int] | None, device: str | None, namespace: str
+        self,
+        transport: Transport,
+        tree: Any,
+        ranks: Sequence[int] | None,
+        *,
+        device: str | None,
+        type_check: bool,
+        namespace: str,
     ) -> None:
         self.transport, self.tree, self.device, self.namespace = transport, tree, device, namespace
-        if isinstance(ranks, int):
-            raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
-        self.receivers = sorted(set(range(transport.size) if ranks is None else ranks))
-        if not all(0 <= rank < transport.size for rank in self.receivers):
-            raise RankError(
-                "ranks", ranks={}, expected=f"ranks of 0 to {transport.size - 1}", found=f"{list(self.receivers)}",
-                hint="Ranks are counted within the group",
-            )  # fmt: skip
+        self.receivers = chosen_ranks(ranks, transport.size)
         self.receives = transport.rank in self.receivers
-        self.alike = False
+        self.own_values = ranks is not None
+        """Whether each rank keeps its own values where these differ."""
+        self.copied = ValueCopies(type_check)
+        self.objects: dict[str, object] = {}
+        """Values of unknown kinds, by path."""
+        self.partial: dict[str, Any] = {}
+        """DTensors of partial sums that are still to be reduced, by path."""
+        self.same_inventory = False
         self.described: DescribedTree
         self.contents: dict[str, bytes] = {}
         self.piece_groups: list[dict[str, bytes]] = []
@@ -292,10 +135,13 @@ class _Gather:
         """
         transport = self.transport
         digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=HINT)
+        if any(digest.partial for digest in digests):
+            self._reduce([digest.partial for digest in digests])
+            digests = gather_results(transport, "gather", self._describe, _RankDigests, hint=HINT)
         self.values = self.described.values
+        self.same_inventory = len({digest.inventory for digest in digests}) == 1
         clash = bool(conflicting_ranks({rank: digest.pieces for rank, digest in enumerate(digests)}))
-        self.alike = len({(digest.inventory, digest.contents) for digest in digests}) == 1 and not clash
-        if self.alike:
+        if self.same_inventory and len({digest.contents for digest in digests}) == 1 and not clash:
             everyone = encode_runs(range(transport.size))
             merged = merge_rank_trees([RankClass(everyone, self.described.inventory)], transport.size)
         else:
@@ -303,11 +149,10 @@ class _Gather:
                 self.contents.update(group)
             own = RankTree(self.described.inventory, self.contents, self.described.values)
             trees = gather_results(transport, "gather", lambda: own, RankTree, hint=HINT)
-            # in reverse: of equal values the one of the lowest rank is kept
-            self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
             by_rank = dict(enumerate(trees))
             inventories = {rank: digest.inventory for rank, digest in enumerate(digests)}
             merged = merge_inventories(inventories, by_rank, transport.size)  # shapes before contents
+            self._merge_values(trees)
             compare_contents({rank: tree.contents for rank, tree in by_rank.items()})
         boxes = [(path, box) for path, box, _ in overlapping_pieces(merged)]
         if boxes:
@@ -316,16 +161,98 @@ class _Gather:
             compare_boxes(boxes, dict(enumerate(box_contents)))
         return merged
 
+    def _merge_values(self, trees: Sequence[RankTree]) -> None:
+        """Takes the values of all ranks, and out of their contents what is not to be compared.
+
+        Raises:
+            TreeError: a rank lacks an object of another one, which cannot be sent.
+        """
+        # in reverse: of equal values the one of the lowest rank is kept
+        self.values = {path: value for tree in reversed(trees) for path, value in tree.values.items()}
+        for path, value in self.values.items():
+            if isinstance(value, str) and value.startswith(_STAND_IN):
+                for rank, tree in enumerate(trees):
+                    if path not in tree.values:
+                        raise TreeError(
+                            path,
+                            expected="a value of an unknown kind on every rank, which keeps a copy of its own",
+                            found=f"{value.removeprefix(_STAND_IN)}, which rank {rank} lacks",
+                            hint="Convert it to arrays, containers or plain values, which are sent",
+                        )
+        if not self.own_values:
+            return
+        digests = {path: {tree.contents.pop(path) for tree in trees if path in tree.values} for path in self.values}
+        differing = [path for path, found in digests.items() if len(found) > 1]
+        self.values |= self.described.values
+        if differing:
+            _log.warning("treeckpt.trees.gather: each rank keeps its own values, %s", some_of("differing", differing))
+
     def _describe(self) -> _RankDigests:
         transport = self.transport
         self.tree = state_tree(self.tree, rank=transport.rank, namespace=self.namespace)
+        self._take_out()
+        if self.partial:
+            return _RankDigests(
+                b"", b"", {}, {path: leaf.device_mesh.mesh.flatten().tolist() for path, leaf in self.partial.items()}
+            )
         self.described = describe_tree(
-            self.tree, rank=transport.rank, members=transport.members, namespace=self.namespace
+            self.tree,
+            rank=transport.rank,
+            members=transport.members,
+            advice=TYPE_CHECK_ADVICE,
+            namespace=self.namespace,
         )
         self.contents = content_digests(self.described, "sample")
         self.piece_groups = piece_digests(self.described, "sample", world=transport.size)
         contents = json_digest(sorted(self.contents.items()))
         return _RankDigests(json_digest(self.described.inventory), contents, digest_groups(self.piece_groups))
+
+    def _take_out(self) -> None:
+        """Finds arrays of partial sums, and puts a text into the tree for each value of an unknown kind."""
+        distributed = "torch.distributed.tensor" in sys.modules
+        if self.copied.type_check and not distributed:
+            return
+        rank, given = self.transport.rank, self.tree
+        leaves: list[object] = []
+        self.partial = {}
+        for path, leaf in flatten(given, rank=rank, namespace=self.namespace)[1]:
+            if distributed and holds_partial_sums(leaf):
+                self.partial[index_path(path, rank)] = leaf
+            elif not self.copied.type_check and is_unknown(leaf):
+                self.objects[index_path(path, rank)] = leaf
+                leaf = _STAND_IN + type_name(type(leaf))
+            leaves.append(leaf)
+        if self.objects:
+            self.tree = replace_leaves(given, iter(leaves), namespace=self.namespace)
+
+    def _reduce(self, partial: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Has torch reduce partial sums over their meshes.
+
+        Args:
+            partial: of each rank, the ranks of the mesh of each array of partial sums, by path.
+
+        Raises:
+            LayoutError: a rank of a mesh is not part of the gather, or lacks the array.
+        """
+        members = self.transport.members or range(self.transport.size)
+        having = [{path: set(ranks) for path, ranks in one.items()} for one in partial]
+        for path in sorted({path for one in having for path in one}):
+            for rank in sorted(set().union(*(one[path] for one in having if path in one))):
+                if rank not in members or path not in having[members.index(rank)]:
+                    raise LayoutError(
+                        path,
+                        expected="partial sums on all ranks of their mesh, which are reduced together",
+                        found=f"none on rank {rank}",
+                        hint="Gather within the group of the mesh, on all of its ranks",
+                    )
+        made: dict[int, object] = {}
+        for _, leaf in sorted(self.partial.items(), key=itemgetter(0)):
+            if id(leaf) not in made:
+                made[id(leaf)] = torch_adapter().reduced(leaf)
+        leaves = flatten(self.tree, rank=self.transport.rank, namespace=self.namespace)[1]
+        replaced = (made.get(id(leaf), leaf) for _, leaf in leaves)
+        self.tree = replace_leaves(self.tree, replaced, namespace=self.namespace)
+        _log.info("treeckpt.trees.gather: partial sums, %s", some_of("reduced", list(self.partial)))
 
     def move(self, merged: GlobalTree, limit: int) -> None:
         """Creates the arrays on the receivers and copies every element there."""
@@ -370,12 +297,14 @@ class _Gather:
     def result(self, merged: GlobalTree) -> Any:
         """Returns the tree: with arrays where this rank receives, with their specs elsewhere."""
         leaves = (
-            new_leaf(leaf, self.values if leaf.per_rank is None else self.described.own_values, self.targets)
+            self.copied(self.objects[leaf.path], leaf.path)
+            if leaf.path in self.objects
+            else new_leaf(leaf, self.values if leaf.per_rank is None else self.described.own_values, self.targets)
             for leaf in merged.leaves
             if leaf.per_rank is None or self.transport.rank in decode_runs(leaf.per_rank)
         )
         # a tree like all others gives its own containers: no class is looked up by name
-        if self.alike:
+        if self.same_inventory:
             return replace_leaves(self.tree, leaves, namespace=self.namespace)
         return unflatten(
             merged.structure,
@@ -388,13 +317,15 @@ class _Gather:
         )
 
 
-def new_leaf(leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, ArrayTarget]) -> Any:
+def new_leaf(
+    leaf: LeafSpec, values: Mapping[str, Value], targets: Mapping[str, ArrayTarget], *, type_check: bool = True
+) -> Any:
     """Returns a leaf of the tree that a rank received: a value, an array, or the spec of one that has no target here.
 
     A leaf that shares memory is the array that has it, or a view of that.
     """
     if leaf.spec is None:
-        return decode(values[leaf.path], leaf.path, allow_pickle=False)
+        return decode(values[leaf.path], leaf.path, allow_pickle=not type_check)
     if leaf.alias_of is None and leaf.path in targets:
         return targets[leaf.path].leaf
     if leaf.alias_of is None or leaf.alias_of not in targets:
@@ -414,30 +345,35 @@ def gather(
     device: str | None = None,
     group: Any = None,
     bucket_bytes: int = BUCKET_NBYTES,
+    type_check: bool = True,
     namespace: str = "",
 ) -> Any:
     """Returns the tree with full arrays: what `load` would return, had these ranks saved it.
 
     Ranks may hold different parts of the tree (pipeline stages): it comes back merged. Replicas must be equal, as
-    for `save`; state under `PerRank` stays each rank's own.
+    for `save`; state under `PerRank` stays each rank's own. Partial sums of a DTensor are reduced over its mesh first;
+    the log names them (INFO).
 
     >>> tc.trees.gather({"w": np.ones(3)}, group="alone")
     {'w': array([1., 1., 1.])}
 
     Args:
         ranks: that receive the arrays, counted within the group; None is all. The others receive an `ArraySpec` in
-            place of each array (a target for `load` or `distribute`), and the values.
+            place of each array (a target for `load` or `distribute`), and the values. With `ranks` Python values may
+            differ: each rank keeps its own, and the log names them. Without, all have to get the same tree.
         device: of the new arrays; by default the host.
         group: a process group of torch.distributed; by default the default one. "alone" is this process only.
         bucket_bytes: size of one message, at most, unless a single region is larger.
+        type_check: False takes values of unknown kinds: each rank gets a deep copy of its own, and they are not
+            compared.
 
     Raises:
         TreeError: a leaf without data (meta), or that cannot be sent.
-        LayoutError: pieces that do not cover their array, partial sums.
+        LayoutError: pieces that do not cover their array; partial sums of which a rank is missing.
         MismatchError: ranks contradict each other.
         RankError: some ranks failed before data was sent, or this one is not part of the group.
     """
-    job = _Gather(transport_of(group), tree, ranks, device, namespace)
+    job = _Gather(transport_of(group), tree, ranks, device=device, type_check=type_check, namespace=namespace)
     merged = job.agree()
     job.move(merged, bucket_bytes)
     return job.result(merged)
@@ -451,15 +387,22 @@ def _check_source(source: int, transport: Transport) -> None:
         )  # fmt: skip
 
 
-def _describe_whole_tree(tree: Any, transport: Transport, namespace: str) -> DescribedTree:
-    """Describes the source's tree.
+def _describe_whole_tree(tree: Any, transport: Transport, *, type_check: bool, namespace: str) -> DescribedTree:
+    """Describes the source's tree; without `type_check` with values of unknown kinds as pickles.
 
     Raises:
         LayoutError: a distributed array.
         TreeError: state under `PerRank`.
     """
     tree = state_tree(tree, rank=transport.rank, namespace=namespace)
-    described = describe_tree(tree, rank=transport.rank, members=transport.members, namespace=namespace)
+    described = describe_tree(
+        tree,
+        rank=transport.rank,
+        members=transport.members,
+        allow_pickle=not type_check,
+        advice=TYPE_CHECK_ADVICE if type_check else "",
+        namespace=namespace,
+    )
     for leaf in described.inventory.leaves:
         if leaf.per_rank is not None:
             raise TreeError(
@@ -488,6 +431,7 @@ def broadcast(
     device: str | None = None,
     group: Any = None,
     bucket_bytes: int = BUCKET_NBYTES,
+    type_check: bool = True,
     namespace: str = "",
 ) -> Any:
     """Returns the tree of one rank, on every rank: on that rank the same object, on the others new arrays.
@@ -500,6 +444,7 @@ def broadcast(
         src: counted within the group.
         device: of new arrays; by default the host.
         bucket_bytes: size of one message, at most: a thousand small leaves are one message.
+        type_check: False sends values of unknown kinds as pickles.
 
     Raises:
         LayoutError: a distributed array; `distribute` sends to such arrays.
@@ -511,7 +456,7 @@ def broadcast(
     sources: dict[str, ArraySource] = {}
 
     def describe() -> _BroadcastTree:
-        described = _describe_whole_tree(tree, transport, namespace)
+        described = _describe_whole_tree(tree, transport, type_check=type_check, namespace=namespace)
         sources.update(described.sources)
         return _BroadcastTree(described.inventory, described.values)
 
@@ -528,7 +473,7 @@ def broadcast(
     send_regions(entries, bucket_bytes, transport, sender=src, receivers=everyone, sources=sources, targets=targets)
     if transport.rank == src:
         return tree
-    leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
+    leaves = (new_leaf(leaf, plan.values, targets, type_check=type_check) for leaf in plan.inventory.leaves)
     return unflatten(
         plan.inventory.structure,
         leaves,
@@ -549,6 +494,14 @@ class _WantedLeaf(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[Region, ...] = ()
 
 
+class _WantedTree(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank wants of the source's tree."""
+
+    leaves: tuple[_WantedLeaf, ...]
+    strict: bool
+    """Whether the source has to have all of it."""
+
+
 class _SourceReply(msgspec.Struct, array_like=True):
     """What the source sends before the arrays' data."""
 
@@ -556,13 +509,18 @@ class _SourceReply(msgspec.Struct, array_like=True):
     """Values by path."""
     aliases: dict[str, str]
     """Paths of arrays that are another array of the source's tree, and the path of that one."""
+    lacking: frozenset[str]
+    """Paths that a rank wants, and the source lacks."""
 
 
 class _Distribute:
     """One distribution from one rank, on one rank."""
 
-    def __init__(self, transport: Transport, source: int, device: str | None, namespace: str) -> None:
+    def __init__(
+        self, transport: Transport, source: int, *, strict: bool, device: str | None, type_check: bool, namespace: str
+    ) -> None:
         self.transport, self.source, self.device, self.namespace = transport, source, device, namespace
+        self.strict, self.type_check = strict, type_check
         self.global_rank = transport.rank if transport.members is None else transport.members[transport.rank]
         self.like: Any = None
         self.leaves: list[tuple[str, object]] = []
@@ -571,7 +529,7 @@ class _Distribute:
         self.sources: dict[str, ArraySource] = {}
         """On the source, its arrays by path."""
 
-    def want(self, like: Any) -> list[_WantedLeaf]:
+    def want(self, like: Any) -> _WantedTree:
         """Creates the arrays that this rank wants, and returns what it needs to fill them."""
         self.like = state_tree(like, rank=self.transport.rank, namespace=self.namespace)
         _, self.leaves = flatten(self.like, rank=self.transport.rank, namespace=self.namespace)
@@ -585,20 +543,25 @@ class _Distribute:
             else:
                 self.targets[path] = target
                 wanted.append(_WantedLeaf(path, target.spec, tuple(piece.region for piece in target.pieces)))
-        return wanted
+        return _WantedTree(tuple(wanted), self.strict)
 
-    def reply(self, tree: Any, wanted: Sequence[Sequence[_WantedLeaf]]) -> _SourceReply:
+    def reply(self, tree: Any, wanted: Sequence[_WantedTree]) -> _SourceReply:
         """Checks that the source has what is wanted; returns what of it is no array."""
-        described = _describe_whole_tree(tree, self.transport, self.namespace)
+        described = _describe_whole_tree(tree, self.transport, type_check=self.type_check, namespace=self.namespace)
         self.sources = described.sources
+        there = described.sources.keys() | described.values.keys()
         values: dict[str, Value] = {}
-        for rank, leaves in enumerate(wanted):
-            for leaf in leaves:
+        lacking: set[str] = set()
+        for rank, one in enumerate(wanted):
+            lacking |= lacking_leaves([leaf.path for leaf in one.leaves], there, one.strict)
+            for leaf in one.leaves:
+                if leaf.path in lacking:
+                    continue
                 _check_wanted(leaf, described, rank)
                 if leaf.path in described.values:
                     values[leaf.path] = described.values[leaf.path]
-        specs = described.inventory.leaves
-        return _SourceReply(values, {s.path: s.alias_of for s in specs if s.alias_of is not None and s.view is None})
+        aliases = {s.path: s.alias_of for s in described.inventory.leaves if s.alias_of is not None and s.view is None}
+        return _SourceReply(values, aliases, frozenset(lacking))
 
     def send(self, wanted: Sequence[_WantedLeaf], receivers: Sequence[int], limit: int) -> None:
         """Sends arrays of the source to the ranks that want these regions of them."""
@@ -621,13 +584,14 @@ class _Distribute:
     def result(self, reply: _SourceReply) -> Any:
         """Returns the tree. Leaves that are one object in like, and one array at the source, are one object again."""
         like_leaves = dict(self.leaves)
+        log_kept_leaves(like_leaves.keys() & reply.lacking)
         built: dict[str, Any] = {path: target.leaf for path, target in self.targets.items()}
         for path, leaf in self.leaves:
             base = reply.aliases.get(path)
-            if leaf is ...:
+            if leaf is ... or path in reply.lacking:
                 built[path] = leaf
             elif path in reply.values:
-                built[path] = decode(reply.values[path], path, allow_pickle=False)
+                built[path] = decode(reply.values[path], path, allow_pickle=not self.type_check)
             elif base is not None and like_leaves.get(base) is leaf:
                 built[path] = built[base]
         leaves = (built[path] for path, _ in self.leaves)
@@ -635,15 +599,13 @@ class _Distribute:
 
 
 def _check_wanted(wanted: _WantedLeaf, described: DescribedTree, rank: int) -> None:
-    """Checks that the source has a leaf that a rank wants.
+    """Checks a leaf of the source that a rank wants.
 
     Raises:
-        MismatchError: it has none, or one of another shape, dtype or kind.
+        MismatchError: it is of another shape, dtype or kind.
     """
     source = described.sources.get(wanted.path)
     found = "a value" if source is None else f"{source.spec.dtype} of shape {source.spec.shape}"
-    if source is None and wanted.path not in described.values:
-        found = "no such leaf"
     expected = "a value" if wanted.spec is None else f"{wanted.spec.dtype} of shape {wanted.spec.shape}"
     if found != expected:
         raise MismatchError(
@@ -659,9 +621,11 @@ def distribute(
     like: Any,
     *,
     src: int | None = None,
+    strict: bool = True,
     device: str | None = None,
     group: Any = None,
     bucket_bytes: int = BUCKET_NBYTES,
+    type_check: bool = True,
     namespace: str = "",
 ) -> Any:
     """Returns a tree of new arrays with the data of `tree`, and the shape, dtype, kind, device and layout of `like`.
@@ -677,7 +641,10 @@ def distribute(
             stays. Ranks may want different leaves.
         src: the rank that has the tree, counted within the group (the tree of the others is ignored); None where every
             rank has it: then nothing is sent.
+        strict: the tree has every leaf of like. False: like's own leaves stay where it has none, one at least is in
+            both, and the log names them.
         device: of the new arrays; by default that of like's, or the host for those on meta.
+        type_check: False takes values of unknown kinds: as deep copies, or with `src` as pickles.
 
     Raises:
         MismatchError: a leaf is missing in the tree, or has another shape or dtype.
@@ -685,16 +652,16 @@ def distribute(
         TreeError, RankError: as `gather`.
     """
     if src is None:
-        return distribute_local(tree, like, device=device, namespace=namespace)
+        return distribute_local(tree, like, strict=strict, device=device, type_check=type_check, namespace=namespace)
     transport = transport_of(group)
     _check_source(src, transport)
-    job = _Distribute(transport, src, device, namespace)
-    wanted = gather_results(transport, "distribute", partial(job.want, like), list[_WantedLeaf], hint=HINT)
+    job = _Distribute(transport, src, strict=strict, device=device, type_check=type_check, namespace=namespace)
+    wanted = gather_results(transport, "distribute", partial(job.want, like), _WantedTree, hint=HINT)
     answer = partial(job.reply, tree, wanted)
     reply = from_rank(transport, src, "distribute", answer, _SourceReply, hint=HINT)
-    by_path = [{leaf.path: leaf for leaf in leaves} for leaves in wanted]
+    by_path = [{leaf.path: leaf for leaf in one.leaves if leaf.path not in reply.lacking} for one in wanted]
     common = {path for path, leaf in by_path[0].items() if all(leaves.get(path) == leaf for leaves in by_path)}
-    job.send([leaf for leaf in wanted[0] if leaf.path in common], range(transport.size), bucket_bytes)
-    for rank, leaves in enumerate(wanted):
-        job.send([leaf for leaf in leaves if leaf.path not in common], [rank], bucket_bytes)
+    job.send([by_path[0][path] for path in by_path[0] if path in common], range(transport.size), bucket_bytes)
+    for rank, leaves in enumerate(by_path):
+        job.send([leaf for path, leaf in leaves.items() if path not in common], [rank], bucket_bytes)
     return job.result(reply)

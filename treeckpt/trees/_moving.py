@@ -6,8 +6,10 @@ treated alike. Nothing here exchanges messages with other ranks.
 
 from __future__ import annotations
 
+import copy as copying
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from .._arrays.overlaps import conflicting_pair, in_same_memory, is_equal, piece
 from .._arrays.registry import (
     abstract_of,
     decode,
+    encodable,
     encode,
     is_same_value,
     is_value,
@@ -33,15 +36,35 @@ from .._arrays.stateful import expand_states, state_tree
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, intersect, subtract
 from .._core.tree.flatten import flatten, replace_leaves, update_in_place
-from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences
+from .._core.tree.leaf_differences import LeafDifferences, compare_leaves, differing_sequences, some_of
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import Structure, index_path
-from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors, index_parts
+from .._core.tree.tensor_parts import check_no_tensors, check_same_tensors
 from .._io.comm.comm import default_comm, global_rank
-from ..errors import LayoutError, MismatchError
+from ..errors import LayoutError, MismatchError, RankError, TreeError
 
+_log = logging.getLogger("treeckpt")
+
+TYPE_CHECK_ADVICE = "Or pass type_check=False, which copies it by copy.deepcopy, or sends its pickle"
 BLOCK = 16 << 20
 """Bytes that are compared at a time."""
+
+
+def chosen_ranks(ranks: Sequence[int] | None, size: int) -> list[int]:
+    """Returns the ranks that an argument `ranks` names, in order; all for None.
+
+    Raises:
+        TreeError, RankError: it is no list, or there is no such rank.
+    """
+    if isinstance(ranks, int):
+        raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
+    chosen = sorted(set(range(size) if ranks is None else ranks))
+    if not all(0 <= rank < size for rank in chosen):
+        raise RankError(
+            "ranks", ranks={}, expected=f"ranks of 0 to {size - 1}", found=f"{chosen}",
+            hint="Ranks are counted within the group",
+        )  # fmt: skip
+    return chosen
 
 
 class MatchedLeaves(msgspec.Struct, frozen=True):
@@ -98,43 +121,98 @@ def match_leaves(
     return MatchedLeaves(before, taken, whole, differences)
 
 
-def copied_value(leaf: object, path: str) -> object:
-    """Returns a copy of a value that shares no object with it.
+class ValueCopies:
+    """Copies values of one tree, which share no object with them.
 
-    Raises:
-        TreeError: a value of an unknown kind, which cannot be copied reliably.
+    Args:
+        type_check: refuses values of unknown kinds, which cannot be copied reliably; without it `copy.deepcopy` copies
+            them, an object that stands at several places once.
     """
-    return decode(encode(leaf, path, allow_pickle=False), path, allow_pickle=False)
+
+    def __init__(self, type_check: bool) -> None:
+        self.type_check = type_check
+        self.memo: dict[int, Any] = {}
+        """As of `copy.deepcopy`: the copy of each object by its id."""
+
+    def __call__(self, leaf: object, path: str) -> object:
+        """Returns a copy of a value.
+
+        Raises:
+            TreeError: it is of an unknown kind, or cannot be copied.
+        """
+        try:
+            return decode(encode(leaf, path, advice=TYPE_CHECK_ADVICE), path, allow_pickle=False)
+        except TreeError:
+            if self.type_check:
+                raise
+        try:
+            return copying.deepcopy(leaf, self.memo)
+        except Exception as error:  # raised by the object
+            raise TreeError(path, expected="a value that copy.deepcopy takes", found=f"{error}"[:200]) from error
+
+    def replaced(self, old: object, new: object, path: str) -> object:
+        """Returns `old` where both values are equal, and a copy of `new` where they differ."""
+        alike = encodable(old) and encodable(new) and is_same_value(old, new, path)
+        return old if alike else self(new, path)
 
 
-def distribute_local(tree: Any, like: Any, *, device: str | None, namespace: str) -> Any:
+def distribute_local(
+    tree: Any, like: Any, *, strict: bool, device: str | None, type_check: bool, namespace: str
+) -> Any:
     """Does `treeckpt.trees.distribute` where every rank has the tree."""
     rank = global_rank(default_comm())
     tree, like = (state_tree(side, rank=rank, namespace=namespace) for side in (tree, like))
     given = dict(flatten(tree, rank=rank, namespace=namespace)[1])
     made: dict[tuple[int, int], object] = {}
+    _, leaves = flatten(like, rank=rank, namespace=namespace)
+    lacking = lacking_leaves([path for path, leaf in leaves if leaf is not ...], given, strict)
+    log_kept_leaves(lacking)
+    copied = ValueCopies(type_check)
 
     def new(path: str, leaf: object) -> object:
-        if leaf is ...:
+        if leaf is ... or path in lacking:
             return leaf
-        if path not in given:
-            raise MismatchError(path, expected="a leaf of the tree", found="none", hint="Put `...` there in like")
         # one leaf of like at two places takes two arrays, unless one array is given for both
         key = id(leaf), id(given[path])
         if key not in made:
-            made[key] = _distributed_leaf(leaf, given[path], path, rank, device)
+            made[key] = _distributed_leaf(leaf, given[path], path, rank, device, copied)
         return made[key]
 
-    _, leaves = flatten(like, rank=rank, namespace=namespace)
     return replace_leaves(like, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
 
 
-def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device: str | None) -> object:
+def lacking_leaves(wanted: Sequence[str], given: Container[str], strict: bool) -> frozenset[str]:
+    """Returns the paths of wanted leaves that a tree lacks: these stay as they are in like.
+
+    Raises:
+        MismatchError: `strict`, and it lacks one; or it has none of them.
+    """
+    lacking = [path for path in wanted if path not in given]
+    if lacking and (strict or len(lacking) == len(wanted)):
+        raise MismatchError(
+            lacking[0],
+            expected="every leaf of like in the tree" if strict else "one leaf at least that like and the tree have",
+            found=some_of("not in the tree", lacking),
+            hint="Put `...` into like for what is not wanted"
+            + (", or pass strict=False to keep what like has there" if strict else ""),
+        )
+    return frozenset(lacking)
+
+
+def log_kept_leaves(lacking: Collection[str]) -> None:
+    """Logs which leaves of like stay, because the tree that is distributed lacks them."""
+    if lacking:
+        _log.warning("treeckpt.trees.distribute keeps leaves of like, %s", some_of("not in the tree", sorted(lacking)))
+
+
+def _distributed_leaf(
+    leaf: object, given: object, path: str, rank: int, device: str | None, copied: ValueCopies
+) -> object:
     source = source_of(given, path, rank)
     if source is None:
         if abstract_of(leaf, path, rank) is not None:
             raise MismatchError(path, expected="an array", found="a value in the tree", hint="Put a value into like")
-        return copied_value(given, path)
+        return copied(given, path)
     target = like_of(leaf, path, rank, device)
     if target is None:
         raise MismatchError(path, expected="a value", found="an array", hint="Put an array or an ArraySpec into like")
@@ -144,47 +222,21 @@ def _distributed_leaf(leaf: object, given: object, path: str, rank: int, device:
     return target.leaf
 
 
-def empty_like(tree: Any, *, device: str | None = None, namespace: str = "") -> Any:
-    """Returns a tree of new, uninitialised arrays of the same shapes, dtypes, kinds and layouts; copies values.
-
-    Sparse and nested tensors have elements at the same places.
-
-    >>> tc.trees.empty_like({"w": torch.empty(2, 3, device="meta")})["w"].device
-    device(type='cpu')
+def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece], *, non_blocking: bool = False) -> None:
+    """Copies local pieces into the pieces of a target; call `check_held` first.
 
     Args:
-        device: of the new arrays; by default that of the tree's. For an array on the meta device, or an `ArraySpec`,
-            the host; for such a DTensor its mesh's device.
-
-    Raises:
-        TreeError: a sparse or nested tensor of `ArraySpec`s, or on the meta device, which do not say where its elements
-            are.
+        non_blocking: copies to and from a device may still be under way when it returns.
     """
-    rank = global_rank(default_comm())
-    tree = state_tree(tree, rank=rank, namespace=namespace)
-    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    made: dict[int, Any] = {}
-    indices = index_parts(structure)
-
-    def new(path: str, leaf: object) -> object:
-        if id(leaf) not in made:
-            target = like_of(leaf, path, rank, device)
-            made[id(leaf)] = copied_value(leaf, path) if target is None else target.leaf
-            is_index = index_path(path, rank) in indices
-            if target is not None and is_index and (source := source_of(leaf, path, rank)) is not None:
-                fill(target.pieces, source.pieces)
-        return made[id(leaf)]
-
-    return replace_leaves(tree, iter([new(path, leaf) for path, leaf in leaves]), namespace=namespace)
-
-
-def fill(pieces: Sequence[TargetPiece], parts: Sequence[SourcePiece]) -> None:
-    """Copies local pieces into the pieces of a target; call `check_held` first."""
     for piece in pieces:
         for part in parts:
             if (common := intersect(piece.region, part.region)) is not None:
-                data = part.data.read(common.relative_to(part.region).slices())
-                piece.data.write(common.relative_to(piece.region).slices(), data)
+                box, given = (common.relative_to(one.region).slices() for one in (piece, part))
+                on_device: Any = next((data for data in (piece.data, part.data) if hasattr(data, "copy_box")), None)
+                if on_device is None or not on_device.copy_box(
+                    piece.data, box, part.data, given, non_blocking=non_blocking
+                ):
+                    piece.data.write(box, part.data.read(given))
 
 
 def check_held(target: ArrayTarget, source: ArraySource, path: str) -> None:
@@ -234,15 +286,23 @@ class _ArrayCopy(msgspec.Struct, frozen=True):
         itemsize = dtype_of(self.source.spec.dtype).itemsize
         return sum(piece.region.size for piece in self.target.pieces) * itemsize
 
-    def put(self, pieces: Sequence[TargetPiece]) -> None:
+    def put(self, pieces: Sequence[TargetPiece], *, non_blocking: bool = False) -> None:
         """Fills pieces of the target's shape and dtype from the source."""
         wanted, given = self.target.spec, self.source.spec.dtype
         if wanted.dtype != given:
             pieces = [TargetPiece(piece.region, _CastingTarget(piece.data, wanted, given)) for piece in pieces]
-        fill(pieces, self.source.pieces)
+        fill(pieces, self.source.pieces, non_blocking=non_blocking)
 
 
-def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") -> None:
+def copy_into(
+    tree: Any,
+    into: Any,
+    *,
+    cast: bool = False,
+    non_blocking: bool = False,
+    type_check: bool = True,
+    namespace: str = "",
+) -> None:
     """Copies the arrays of `tree` into those of `into`, in place; replaces values where their containers are mutable.
 
     Each array is filled from what this rank holds of the source, whatever the two layouts: whole arrays fill the local
@@ -255,6 +315,9 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
 
     Args:
         cast: converts dtypes instead of refusing them.
+        non_blocking: copies from and to a device may still be under way at the return, as of `Tensor.copy_`:
+            synchronise the device before the host reads what arrived, or changes what was copied.
+        type_check: False takes values of unknown kinds, as deep copies.
 
     Raises:
         MismatchError: other leaves, shapes or dtypes; two arrays with different bytes for one place in memory; a value
@@ -266,29 +329,19 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
     tree = state_tree(tree, rank=rank, namespace=namespace)
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
     given = {index_path(path, rank): leaf for path, leaf in leaves}
+    copied = ValueCopies(type_check)
 
     def fill(target: Any) -> int:
-        matched = match_leaves(target, structure, given, copied_value, rank=rank, namespace=namespace)
-        if different := matched.differences.paths:
-            missing, unexpected = matched.differences.missing, matched.differences.unexpected
-            raise MismatchError(
-                different[0],
-                expected="the same leaves in both trees",
-                found=f"{len(missing)} missing in the source, {len(unexpected)} of it not in the target",
-                hint="treeckpt.trees.same_structure lists the differences",
-            )
+        matched = match_leaves(target, structure, given, copied, rank=rank, namespace=namespace)
+        _check_same_leaves(matched.differences)
         return put_leaves(
             target,
             matched,
-            lambda old, value, path: (
-                value
-                if id(old) in matched.whole  # consists of copies already
-                else old
-                if is_same_value(old, value, path)
-                else copied_value(value, path)
-            ),
+            # what is whole consists of copies already
+            lambda old, value, path: value if id(old) in matched.whole else copied.replaced(old, value, path),
             rank=rank,
             cast=cast,
+            non_blocking=non_blocking,
             namespace=namespace,
         )
 
@@ -299,6 +352,17 @@ def copy_into(tree: Any, into: Any, *, cast: bool = False, namespace: str = "") 
         states.restore(lambda path, arrays: tree, fill)
 
 
+def _check_same_leaves(differences: LeafDifferences) -> None:
+    if differences.paths:
+        missing, unexpected = len(differences.missing), len(differences.unexpected)
+        raise MismatchError(
+            differences.paths[0],
+            expected="the same leaves in both trees",
+            found=f"{missing} missing in the source, {unexpected} of it not in the target",
+            hint="treeckpt.trees.same_structure lists the differences",
+        )
+
+
 def put_leaves(
     into: Any,
     matched: MatchedLeaves,
@@ -306,6 +370,7 @@ def put_leaves(
     *,
     rank: int,
     cast: bool,
+    non_blocking: bool = False,
     namespace: str = "",
 ) -> int:
     """Copies arrays into those of a tree, and replaces values; every check comes first.
@@ -341,11 +406,19 @@ def put_leaves(
     _check_ties(copies)
     # an array that stands at several places is filled once
     copies = list({id(copy.target.leaf): copy for copy in copies}.values())
-    _put(into, matched, new, copies, namespace)
+    _put(into, matched, new, copies, non_blocking=non_blocking, namespace=namespace)
     return sum(copy.nbytes for copy in copies)
 
 
-def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_ArrayCopy], namespace: str) -> None:
+def _put(
+    into: Any,
+    matched: MatchedLeaves,
+    new: list[object],
+    copies: list[_ArrayCopy],
+    *,
+    non_blocking: bool,
+    namespace: str,
+) -> None:
     filled = replace_leaves(into, iter(new), namespace=namespace, whole=matched.whole)
     stuck = update_in_place(into, filled, is_value=is_value, namespace=namespace, dry=True)
     if stuck:
@@ -358,7 +431,7 @@ def _put(into: Any, matched: MatchedLeaves, new: list[object], copies: list[_Arr
     # before the first byte: a copy that fails midway has changed arrays too
     mark_written(copy.target.leaf for copy in copies)
     for copy in _without_overlaps(copies):
-        copy.put(copy.target.pieces)
+        copy.put(copy.target.pieces, non_blocking=non_blocking)
     update_in_place(into, filled, is_value=is_value, namespace=namespace)
 
 

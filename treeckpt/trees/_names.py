@@ -1,8 +1,9 @@
 """Flattens a tree to dotted names, as in state dicts, and builds a tree of dotted names.
 
 A name is the keys of a leaf's path, joined by dots: {"model": {"layers": [w]}} has `model.layers.0`. Names do not
-contain the kinds of containers, the types of keys, or containers without leaves; `like` supplies these. Two leaves
-never share a name: where they would, as `a.b` beside {"a": {"b"}}, an error names both.
+contain the kinds of containers, the types of keys, or containers without leaves; `like` supplies these, and without it
+a level whose keys are the numbers from 0 on is a list. Two leaves never share a name: where they would, as `a.b` beside
+{"a": {"b"}}, an error names both.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ def _named(tree: Any, separator: str, namespace: str) -> list[tuple[str, str, An
 def unflatten_names(named: Mapping[str, Any], like: Any = None, *, separator: str = ".", namespace: str = "") -> Any:
     """Returns a tree of named leaves: the inverse of `flatten_names`; the leaves are the same objects.
 
-    >>> tc.trees.unflatten_names({"model.layers.0": 3.0}, like={"model": {"layers": [0.0]}})
-    {'model': {'layers': [3.0]}}
+    >>> tc.trees.unflatten_names({"model.layers.0": 3.0, "model.layers.1": 4.0})
+    {'model': {'layers': [3.0, 4.0]}}
 
     Args:
         like: a tree with the wanted containers and keys, which names do not contain. Without it the result is nested
-            dicts with string keys.
+            dicts with string keys, and lists where the keys are the numbers 0, 1, 2 and so on, without a gap; a tuple
+            comes back as a list then, and so does a dict with these keys.
 
     Raises:
         MismatchError: with like, missing or unexpected names.
@@ -103,6 +105,7 @@ def _nested(names: Mapping[str, Any], separator: str) -> Any:
     _check_separator(separator)
     root: dict[str, Any] = {}
     inner = {id(root)}  # ids of the dicts that are created here: a leaf may be a dict too
+    places: list[tuple[dict[str, Any], str]] = []
     for name, leaf in names.items():
         *above, last = name.split(separator)
         node = root
@@ -110,13 +113,22 @@ def _nested(names: Mapping[str, Any], separator: str) -> Any:
             if step not in node:
                 node[step] = {}
                 inner.add(id(node[step]))
+                places.append((node, step))
             elif id(node[step]) not in inner:
                 raise _both(name, separator.join(above[: depth + 1]))
             node = node[step]
         if last in node:
             raise _both(name, name)
         node[last] = leaf
-    return root
+    for node, step in reversed(places):  # those inside first
+        node[step] = _as_list(node[step])
+    return _as_list(root)
+
+
+def _as_list(node: dict[str, Any]) -> Any:
+    """Returns the children of a dict whose keys are the numbers from 0 on as a list; any other dict as it is."""
+    numbers = [str(number) for number in range(len(node))]
+    return [node[number] for number in numbers] if node and node.keys() == set(numbers) else node
 
 
 def _both(name: str, clash: str) -> TreeError:

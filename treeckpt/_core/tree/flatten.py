@@ -421,16 +421,36 @@ def _class_error(path: str, expected: str, found: str, hint: str = _IMPORT) -> M
     return MismatchError(path, expected=f"the class {expected}", found=found, hint=hint)
 
 
+_Made = dict[int, tuple[object, object]]
+"""Containers that were rebuilt, and the new one of each, by the id of the first, which stays alive so."""
+
+
 def replace_leaves(
-    tree: object, leaves: Iterator[object], *, namespace: str = "", whole: Container[int] = ()
+    tree: object,
+    leaves: Iterator[object],
+    *,
+    namespace: str = "",
+    whole: Container[int] = (),
+    keep_shared: bool = False,
 ) -> object:
-    """Returns a tree with containers of the same classes, and leaves in the order of `flatten`; `whole` as there."""
+    """Returns a tree with containers of the same classes, and leaves in the order of `flatten`; `whole` as there.
+
+    Args:
+        keep_shared: a container that stands at several places is one container again; its leaves are those of the
+            first place.
+    """
     top = None if id(tree) in whole else flatten_one_level(tree, "", namespace, 0)
-    return next(leaves) if top is None else _replace(tree, top, leaves, namespace, whole)
+    made: _Made | None = {} if keep_shared else None
+    return next(leaves) if top is None else _replace(tree, top, leaves, namespace, whole, made)
 
 
 def _replace(
-    node: object, flat: FlattenedContainer, leaves: Iterator[object], namespace: str, whole: Container[int]
+    node: object,
+    flat: FlattenedContainer,
+    leaves: Iterator[object],
+    namespace: str,
+    whole: Container[int],
+    made: _Made | None,
 ) -> Any:
     children = list(flat.children)
     for position, child in enumerate(children):
@@ -438,10 +458,12 @@ def _replace(
         inner = None if is_leaf_type(kind) or id(child) in whole else flatten_one_level(child, "", namespace, 0)
         if inner is None:
             children[position] = next(leaves)
-        elif inner.has_only_leaves():
-            children[position] = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
+            continue
+        if inner.has_only_leaves():
+            new = rebuild_container(child, inner.keys, list(islice(leaves, len(inner.keys))), namespace)
         else:
-            children[position] = _replace(child, inner, leaves, namespace, whole)
+            new = _replace(child, inner, leaves, namespace, whole, made)
+        children[position] = new if made is None else made.setdefault(id(child), (child, new))[1]
     return rebuild_container(node, flat.keys, children, namespace)
 
 

@@ -161,11 +161,11 @@ def _hint(value: object) -> str:
         return (
             f"Save dict(...) of it, or register its class: optree.register_pytree_node({name}, "
             f"lambda m: (list(m.values()), tuple(m), tuple(m)), lambda keys, values: {name}(zip(keys, values)), "
-            "namespace='mine'), and pass namespace='mine' to save and load; or pass allow_pickle=True"
+            "namespace='mine'), and pass namespace='mine' wherever the tree is passed"
         )
     if state := next((one for one in ("get_state", "getstate", "bit_generator") if hasattr(value, one)), None):
-        return f"Save its state, from .{state}, in tc.PerRank(...) if each rank has its own; or pass allow_pickle=True"
-    return "Convert it to one of these, register its class with optree.register_pytree_node, or pass allow_pickle=True"
+        return f"Save its state, from .{state}, in tc.PerRank(...) if each rank has its own"
+    return "Convert it to one of these, or register its class with optree.register_pytree_node"
 
 
 def _short_repr(value: object) -> str:
