@@ -108,6 +108,12 @@ def test_what_no_option_makes_right_is_refused(tmp_path: Path, saved: Any, like:
     assert says in text
 
 
+def test_names_that_are_there_twice_are_told_of(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"student": {"w": W}, "teacher": {"w": W + 1}})
+    with pytest.raises(tc.MismatchError, match="for the first of several: another one is teacher/w"):
+        tc.load(tmp_path / "c", {"w": W})
+
+
 def test_a_cast_that_cuts_says_so(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"w": np.full(2, 0.5), "c": np.full(2, 1j)})
     with pytest.raises(tc.MismatchError, match="Pass cast=True to convert, which cuts fractions off"):

@@ -94,7 +94,7 @@ def test_any_part_of_an_array_in_any_layout_has_its_own_scales(data: st.DataObje
     offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     part = Region(offset, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
     rule = tc.rules.Dequantize("w", "w_scale", block=block)
-    wanted = tc.ArraySpec(shape, "float32", regions=(part,), kind="torch.Tensor")
+    wanted = tc.ArraySpec(shape, "float32", regions=(part,), kind="tensor")
     axes = tuple(data.draw(st.permutations(range(len(shape))), label="axes"))
     found = tc.load(store, {"w": wanted}, transforms=rule, fallback=tc.Fallback(per_rank="take"))["w"]
     found = found.local if isinstance(found, tc.Sharded) else found

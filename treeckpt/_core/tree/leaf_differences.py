@@ -176,7 +176,7 @@ def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
         if all(name.startswith(now) and before + name.removeprefix(now) in saved for name in missing):
             rest = ", strict='missing'" if len(saved) > len(missing) else ""
             found.append(f"{path}: pass rename={{'{before}*': '{now}*'}}{rest}")
-        if len(found) > 1:
+        if found and (len(found) > 1 or found[0].startswith("model/")):
             break
     if not found:
         return ""
