@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -57,8 +57,13 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
     return entries, window.within(8 + length, window.size - 8 - length)
 
 
-def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str, str]]:
+def read_safetensors(
+    window: FileRange, *, tags: Mapping[str, str] = TAGS
+) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """Returns the tensors of one file by name, and its metadata.
+
+    Args:
+        tags: the dtypes that it may have, by their names there.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
@@ -67,7 +72,7 @@ def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str,
         entries, data = _header(window)
         raw = entries.pop("__metadata__", None)
         metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw is not None else {}
-        tensors = {name: _entry(name, entry, data) for name, entry in entries.items()}
+        tensors = {name: _entry(name, entry, data, tags) for name, entry in entries.items()}
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -79,9 +84,9 @@ def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str,
     return tensors, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: FileRange) -> LazyArray:
+def _entry(name: str, raw: msgspec.Raw, data: FileRange, tags: Mapping[str, str]) -> LazyArray:
     entry = decode_json(raw, _SafetensorsEntry)
-    dtype = TAGS.get(entry.dtype)
+    dtype = tags.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} of {name[:80]!r}, which is not known")
     start, stop = entry.data_offsets

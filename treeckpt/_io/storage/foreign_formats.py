@@ -20,6 +20,18 @@ DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
+RECIS_KEYS, RECIS_INDEX, RECIS_READERS, RECIS_LIST = "tensorkey.json", "index", "io_state_count", "checkpoint"
+"""Files of RecIS: the names of blocks, which shard has each, how many readers there are; and beside the checkpoints of
+a run the list of their names."""
+RECIS_DENSE, RECIS_EXTRA = "model.pt", "extra.pt"
+RECIS_READER = re.compile(r"io_state_([0-9]{1,9})\.pt")
+RECIS_UNDER_WAY = re.compile(r"[0-9]+tensorkey\.json|ckpt-[0-9]{7,}(-[0-9]{7,})?\.(index|data|json)(\.tmp)?")
+"""The names of files that a save of RecIS removes before it ends."""
+_RECIS_SHARD = re.compile(r"model-[0-9]{6,}-of-[0-9]{6,}\.safetensors")
+MAX_LIST_NBYTES = 1 << 20
+"""Bytes of a list of checkpoints, at most."""
+_LISTED = 1000
+"""Names at the end of such a list that are looked for."""
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """The ends of the names that files of torch.save mostly have."""
 HEAD = 9
@@ -29,13 +41,14 @@ _TEXTS = {
     "dcp": "a directory of torch.distributed.checkpoint",
     "hfai": "a directory of hfai.checkpoint",
     "paddle": "a checkpoint of Paddle",
+    "recis": "a checkpoint of RecIS",
     "safetensors": "a safetensors file",
     "pickle": "a bare pickle, as torch before 1.6 wrote it",
 }
 
 
 def format_of_names(names: Iterable[str]) -> str | None:
-    """Returns the format of a directory by its file names: "dcp", "hfai", "paddle", "safetensors", or None."""
+    """Returns the format of a directory by its file names, as `treeckpt.convert.SOURCES` has them, or None."""
     names = set(names)
     if DCP_METADATA in names:
         return "dcp"
@@ -43,6 +56,10 @@ def format_of_names(names: Iterable[str]) -> str | None:
         return "hfai"
     if any(map(PADDLE_METADATA.fullmatch, names)):
         return "paddle"
+    if names & {RECIS_KEYS, RECIS_READERS} or names >= {RECIS_DENSE, RECIS_EXTRA}:
+        return "recis"
+    if any(map(RECIS_UNDER_WAY.fullmatch, names)):
+        return "recis"
     if any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names):
         return "safetensors"
     return None
@@ -70,13 +87,53 @@ def other_formats(names: Iterable[str], kind: str) -> list[str]:
     others = [
         name for name in names if name.endswith(suffixes) or (kind != "paddle" and PADDLE_METADATA.fullmatch(name))
     ]
-    return sorted(name for name in others if kind != "hfai" or not HFAI_PART.fullmatch(name))
+    return sorted(name for name in others if not _is_part(name, kind))
+
+
+def _is_part(name: str, kind: str) -> bool:
+    """Whether a file of another format's name is one of a checkpoint of this format."""
+    if kind == "recis":
+        parts = name in (RECIS_DENSE, RECIS_EXTRA), RECIS_READER.fullmatch(name), _RECIS_SHARD.fullmatch(name)
+        return any(parts)
+    return kind == "hfai" and HFAI_PART.fullmatch(name) is not None
 
 
 def names_text(names: Iterable[str]) -> str:
     """Lists names: the first five, and how many more."""
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def newest_of_recis(path: Path) -> Path:
+    """Returns the checkpoint that the list in a run of RecIS names last; any other path unchanged.
+
+    Raises:
+        CheckpointNotFound: it is not there, though others of the list are.
+        StoreError: it could not be read, so that this is not known.
+    """
+    try:
+        if not (listed := path / RECIS_LIST).is_file() or listed.stat().st_size > MAX_LIST_NBYTES:
+            return path
+        lines = (line.strip() for line in listed.read_text(errors="replace").splitlines())
+        names = [line for line in lines if line and not Path(line).is_absolute() and ".." not in Path(line).parts]
+        there = (path / name for name in names[::-1][:_LISTED] if format_of_names(_names_in(path / name)) == "recis")
+        newest = next(there, None)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or shows_damage(error):
+            return path
+        raise wrap_read_error(error, str(path)) from error
+    if newest is not None and newest != path / names[-1]:
+        raise CheckpointNotFound(
+            str(path / names[-1]),
+            expected=f"the checkpoint that {listed} names last",
+            found="no checkpoint of RecIS",
+            hint=f"Give the path of another one: {newest} is there",
+        )
+    return newest or path
+
+
+def _names_in(path: Path) -> list[str]:
+    return os.listdir(path) if path.is_dir() else []
 
 
 def format_at(path: Path) -> tuple[str | None, list[str] | None]:
@@ -102,7 +159,7 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     Raises:
         StoreError: it could not be read, so that this is not known.
     """
-    kind, names = (None, None) if "://" in url else format_at(Path(url))
+    kind, names = (None, None) if "://" in url else format_at(newest_of_recis(Path(url)))
     if kind is None:
         return None
     if kind == "pickle":
