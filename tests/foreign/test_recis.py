@@ -58,7 +58,7 @@ def place(tmp_path: Path, state: dict[str, Any]) -> Path:
 
 
 def test_all_that_a_checkpoint_has_is_in_the_tree(place: Path, state: dict[str, Any]) -> None:
-    """recis-saver, lines 149-196, 250-281: sparse and dense parameters, extra objects, states of readers.
+    """recis-saver, lines 132-160, 200-247: sparse and dense parameters, extra objects, states of readers.
 
     A name that begins with another one, and booleans, which RecIS writes and cannot read, are read as any other.
     """
@@ -79,7 +79,7 @@ def test_all_that_a_checkpoint_has_is_in_the_tree(place: Path, state: dict[str, 
 @pytest.mark.parametrize("shards", [1, 2, 5])
 @pytest.mark.parametrize("parallel", [1, 7])
 def test_any_number_of_ranks_loads_its_rows(tmp_path: Path, shards: int, parallel: int) -> None:
-    """recis-saver, lines 282-297: what some shards saved, others load, each its own buckets."""
+    """recis-saver, lines 248-260: what some shards saved, others load, each its own buckets."""
     table = table_of(2000)
     place = write_recis(tmp_path / "c", {"emb": table}, shards=shards, parallel=parallel)
     for world in (1, 2, 3):
@@ -133,7 +133,7 @@ def test_an_id_with_two_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_groups_of_parts_are_chosen_by_paths(place: Path) -> None:
-    """recis-saver, lines 430-466: `load` and `exclude` of sparse, dense, extra, sparse_opt and io_state."""
+    """recis-saver, lines 346-387: `load` and `exclude` of sparse, dense, extra, sparse_opt and io_state."""
     every = {"model", "sparse", "sparse_opt", "extra", "io_state"}
     for name in sorted(every):
         assert given(tc.load(place, select=name)) == {name}
@@ -143,7 +143,7 @@ def test_groups_of_parts_are_chosen_by_paths(place: Path) -> None:
 
 
 def test_the_list_of_a_run_names_the_latest(tmp_path: Path, state: dict[str, Any]) -> None:
-    """recis-saver, lines 408-429: the last line of `checkpoint` is loaded, unless another one is named."""
+    """recis-saver, lines 326-345: the last line of `checkpoint` is loaded, unless another one is named."""
     run = tmp_path / "run"
     for number, name in enumerate(["checkpoint_b", "checkpoint_a"]):
         write_recis(run / name, {}, model=state["model"], extra={"global_step": torch.tensor(number)})
@@ -157,7 +157,7 @@ def test_the_list_of_a_run_names_the_latest(tmp_path: Path, state: dict[str, Any
 
 
 def test_an_empty_run_is_an_error(tmp_path: Path) -> None:
-    """recis-saver, lines 424-426: where RecIS logs that there is nothing, and goes on with a fresh model."""
+    """recis-saver, lines 328-342: where RecIS logs that there is nothing, and goes on with a fresh model."""
     with pytest.raises(tc.CheckpointNotFound):
         tc.load(tmp_path)
     with pytest.raises(tc.CheckpointNotFound):
@@ -257,7 +257,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_save_that_did_not_end_is_refused(place: Path, damage: str) -> None:
-    """recis-saver, lines 158-184: the list names a checkpoint before other ranks have written their states.
+    """recis-saver, lines 140-164: the list names a checkpoint before other ranks have written their states.
 
     A rank that has no block to write leaves a save of RecIS waiting for ever, with such files.
     """
