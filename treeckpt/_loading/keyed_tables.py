@@ -316,7 +316,8 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
     table = column.view.table
     if job.options.ids is not None and (chosen := job.options.ids.beside(ids_path)) is not None:
         return _chosen_slot(job, column, path, leaf, (ids_path, ids), chosen)
-    if (givers := job.options.rows.get(ids_path)) is not None:
+    givers: RowGivers | None = job.options.rows.get(ids_path)
+    if givers is not None:
         return _united_slot(job, column, path, leaf, givers)
     rows = column.view.rows
     if rows is None:
@@ -511,7 +512,8 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     if ids is None or ids.number not in home.index.tables:
         return None
     wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
-    if (givers := job.options.rows.get(ids_path)) is not None:
+    givers: RowGivers | None = job.options.rows.get(ids_path)
+    if givers is not None:
         saved = home.index.tables[ids.number]
         united = givers.ids(saved, (0, saved.buckets))
         if is_ids:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,9 +49,6 @@ from .options import Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
 
-if TYPE_CHECKING:
-    from .keyed_tables import RowGivers
-
 MEMORY = 64 << 20
 """Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
 
@@ -84,8 +81,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
-    rows: Mapping[str, RowGivers] = {}
-    """The checkpoints that give rows of a table, where several do, by the path of its ids."""
+    rows: Mapping[str, Any] = {}
+    """The checkpoints that give rows of a table, where several do, as `RowGivers`, by the path of its ids."""
 
     def __post_init__(self) -> None:
         if self.ids is not None:
