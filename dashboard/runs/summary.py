@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.format.files import step_name, step_of
+from treeckpt._core.format.files import step_of
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, mark_of, step_info
@@ -342,8 +342,7 @@ def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> d
 
 def _retention_step(info: CheckpointInfo) -> int | None:
     """Returns the step of a checkpoint that retention decides about, None for any other directory."""
-    step = step_of(info.name)
-    return step if info.status == "complete" and step is not None and step_name(step) == info.name else None
+    return step_of(info.name) if info.status == "complete" else None
 
 
 class RunSummary(msgspec.Struct, frozen=True):

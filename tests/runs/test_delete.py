@@ -129,7 +129,7 @@ def test_a_pinned_step_whose_deletion_was_killed_comes_back_in_a_store_that_know
     save_id = tc.inspect(folder).save_id
     aside = deleted_name(save_id, "0" * 16)
     folder.publish(aside, folder.read("index.json", limit=1 << 20), replace=False)
-    RunDirectory(run).put_pin(1)
+    RunDirectory(run).put_pin(RunDirectory(run).folder(1))
     folder.delete("index.json")
     assert tc.load(folder) == {"n": 1}, "readers take the index from the other name"
     report = RunDirectory(run).clean([Last(1)], grace=0)

@@ -438,9 +438,9 @@ def test_a_pin_that_is_written_after_the_deletion_has_looked_is_an_error(tmp_pat
     run = RunDirectory(tmp_path)
     put = run.put_pin
 
-    def put_late(step):
+    def put_late(folder):
         manager(tmp_path, keep=1).clean()
-        return put(step)
+        return put(folder)
 
     monkeypatch.setattr(run, "put_pin", put_late)
     with pytest.raises(tc.CheckpointNotFound, match="found it was being deleted"):

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from .._core.format.files import MAX_STEP, is_step_name, step_name, step_of
+from .._core.format.files import MAX_STEP, is_step_name, step_of
 from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
@@ -98,7 +98,7 @@ def _ls(options: argparse.Namespace) -> int:
     for place, (what, hint) in others.items():
         print_line(f"{place}: {what}. {hint}")
     for info in listed:
-        if info.problem and info.status != "foreign":
+        if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
@@ -438,7 +438,7 @@ def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Seq
 
 
 def _print_report(report: CleanReport, *, alone: bool) -> None:
-    rows = [("kept", step_name(step), "", report.why(step)) for step in report.kept]
+    rows = [("kept", f"step {step}", "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
     for one in report.removed:
         files = count_text(len(one.files), "file") if one.files else "directory"

@@ -281,7 +281,7 @@ def _read_rules(path: str) -> tuple[Rule, ...]:
         text = data.decode()
     except (OSError, UnicodeDecodeError, CorruptError) as error:
         raise FormatError(path, expected="a file of rules", found=f"{error}"[:200]) from error
-    return decode(text) if text.lstrip().startswith("[") else parse(text)
+    return decode(text) if text.lstrip()[:1] in ("[", "{") else parse(text)
 
 
 def _show_rules(index: Index, options: argparse.Namespace) -> int:

@@ -33,7 +33,6 @@ from .._core.format.files import (
     is_undecided,
     parse_file_name,
     parse_progress_name,
-    step_name,
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
@@ -146,7 +145,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         word = "would go" if self.dry_run else "removed"
         steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
         rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
-        rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
+        rows += [f"  kept      step {step}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {directory.name}: {directory.why}" for directory in self.left]
         rows += [f"  failed    {directory.name}: {directory.why}" for directory in self.failed]

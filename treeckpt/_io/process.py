@@ -45,6 +45,25 @@ def is_ending() -> bool:
     return not threading.main_thread().is_alive() or (util is not None and bool(util.is_exiting()))
 
 
+_umask_lock = threading.RLock()
+"""Held while the umask is asked for by setting it."""
+
+
+def umask_of_process() -> int:
+    """Returns the permissions that new files of this process do not get; another thread that makes one is not harmed.
+
+    Where the kernel does not tell it (Linux does), it is set for a moment, to one by which nothing is opened wider.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    with _umask_lock:
+        umask = os.umask(0o077)
+        os.umask(umask)
+    return umask
+
+
 def call_at_end(function: Callable[[], object], *, last: bool = False) -> bool:
     """Has a function called once at the end of this process and of its forked children.
 

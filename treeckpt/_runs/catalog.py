@@ -26,6 +26,7 @@ from .._core.format.files import (
     is_step_name,
     parse_file_name,
     parse_progress_name,
+    step_name,
     step_of,
     stored_name,
     verdict_name,
@@ -300,7 +301,7 @@ def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
     step = step_of(info.name)
     if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
         return None
-    return SavedCheckpoint(step, info.save_id, info.lineage) if is_step_name(info.name) else None
+    return SavedCheckpoint(step, info.save_id, info.lineage)
 
 
 def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -310,7 +311,7 @@ def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
     for info, mark in marked:
         position = order.position(mark) if mark is not None else None
-        step = step_of(info.name) if is_step_name(info.name) else info.step
+        step = info.step if (named := step_of(info.name)) is None else named
         # Without an index that can be read only the step says where it belongs.
         if position is None and step is not None:
             position = order.position_of_step(step)
@@ -496,6 +497,41 @@ def has_steps(folder: Store) -> bool:
     return False
 
 
+def step_folder(run: RunStore, step: int) -> Store:
+    """Returns the directory of a step, whether or not it exists; of several of one step, that which counts."""
+    usual = run.folder(step_name(step))
+    if usual.entry(INDEX_NAME) is not None:
+        return usual
+    return _that_counts([usual, *(run.folder(name) for name in run.names() if step_of(name) == step)])
+
+
+def _that_counts(folders: Iterable[Store]) -> Store:
+    """Returns, of directories of one step, one that has an index, if possible that with the name a manager gives."""
+
+    def rank(folder: Store) -> tuple[bool, bool, bool]:
+        shown = folder.traits.follow_links or not folder.is_link
+        usual = folder.name == step_name(step_of(folder.name) or 0)
+        return shown and folder.entry(INDEX_NAME) is not None, folder.modified_ns() is not None, usual
+
+    return max(folders, key=rank)
+
+
+def _superseded(folders: Iterable[Store]) -> dict[str, str]:
+    """Returns the names of directories whose step counts by another directory, with the name of that."""
+    steps: dict[int, list[Store]] = {}
+    for folder in folders:
+        if (step := step_of(folder.name)) is not None:
+            steps.setdefault(step, []).append(folder)
+    several = ((_that_counts(same).name, same) for same in steps.values() if len(same) > 1)
+    return {folder.name: counts for counts, same in several for folder in same if folder.name != counts}
+
+
+def checkpoints_without_step(run: RunStore) -> list[str]:
+    """Returns the names of the directories of a run that hold a checkpoint, and have no name of a step."""
+    folders = (folder for folder in run.folders() if not is_step_name(folder.name))
+    return [folder.name for folder in folders if folder.entry(INDEX_NAME) is not None]
+
+
 def runs_below(run: RunStore) -> list[str]:
     """Returns the paths of the directories of a run that are runs themselves."""
     return [folder.place for folder in run.folders() if has_steps(folder)]
@@ -518,14 +554,21 @@ def read_infos(
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    describe = partial(read_info, cache=cache, or_unread=or_unread, timings=timings, newest=newest)
-    return _for_each_folder(run, describe, on_read)
+    folders = run.folders()
+    superseded = _superseded(folders)
+
+    def describe(folder: Store) -> CheckpointInfo:
+        if (counts := superseded.get(folder.name)) is not None:
+            why = f"not taken: step {step_of(folder.name)} of this run is {counts}"
+            return CheckpointInfo(folder.name, folder.place, "foreign", error=why)
+        return read_info(folder, cache=cache, or_unread=or_unread, timings=timings, newest=newest)
+
+    return _for_each_folder(run, folders, describe, on_read)
 
 
 def _for_each_folder(
-    run: RunStore, describe: Callable[[Store], T], on_read: OnRead | None = None
+    run: RunStore, folders: Sequence[Store], describe: Callable[[Store], T], on_read: OnRead | None = None
 ) -> list[tuple[Store, T]]:
-    folders = run.folders()
     threads = _threads_for(folders) if run.traits.far else 0
     results: list[tuple[Store, T]] = []
     with ThreadPool(threads, "treeckpt-catalog") if threads else contextlib.nullcontext() as pool:
@@ -547,7 +590,10 @@ def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
     Raises:
         StoreError: the run cannot be reached.
     """
-    return [mark for _, mark in _for_each_folder(run, partial(_read_mark, cache=cache)) if mark is not None]
+    folders = run.folders()
+    superseded = _superseded(folders)
+    counted = [folder for folder in folders if folder.name not in superseded]
+    return [mark for _, mark in _for_each_folder(run, counted, partial(_read_mark, cache=cache)) if mark is not None]
 
 
 def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
@@ -622,9 +668,13 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
             return _read_info(now, cache, newest, timings=timings)
         return info
     exists = folder.modified_ns() is not None
-    if any(map(_is_checkpoint_file, files)) or (step_of(name) is not None and exists and not entries):
+    step = step_of(name)
+    # an empty directory is that of a save if a manager would have given it this name
+    if any(map(_is_checkpoint_file, files)) or (
+        step is not None and name == step_name(step) and exists and not entries
+    ):
         return _without_index(folder, files, cache)
-    absent = "not a directory" if step_of(name) is None else f"no checkpoint of step {step_of(name)}"
+    absent = "not a directory" if step is None else f"no checkpoint of step {step}"
     error = "no checkpoint: neither an index nor shards" if exists else absent
     return CheckpointInfo(name, folder.place, "foreign", error=error)
 

@@ -99,8 +99,8 @@ class Manager:
     ([10, 30, 40], 40, 10)
 
     Args:
-        run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
-            else in it is ever touched.
+        run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`, or with
+            fewer or more digits where others saved them. Nothing else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
@@ -330,9 +330,9 @@ class Manager:
         self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
         # before the save, so that no clean-up removes the step in between
-        pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, step), bool)
-        unpin = partial(self._undo_pin, step, pinned)
-        store, save = self.directory.folder(step), save_async_tree if self._background else save_tree
+        store, save = self.directory.new_folder(step), save_async_tree if self._background else save_tree
+        pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, store), bool)
+        unpin = partial(self._undo_pin, store, pinned)
         try:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
@@ -349,11 +349,11 @@ class Manager:
             self._pending.add(step, result, unpin)
         return result
 
-    def _undo_pin(self, step: int, pinned: bool) -> None:
+    def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""
         if pinned and self._comm.rank == 0:
             with contextlib.suppress(TreeckptError):
-                self.directory.take_pin_back(step)
+                self.directory.take_pin_back(folder)
 
     def _start_clean(self) -> None:
         if self._comm.rank == 0:

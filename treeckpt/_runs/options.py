@@ -51,6 +51,7 @@ class RestoreKeywords(TypedDict, total=False):
     exclude: Selection
     rename: Renaming
     transforms: Transforms
+    from_root: bool
     strict: Strict
     cast: bool
     keep: Sequence[str]

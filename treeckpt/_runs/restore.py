@@ -73,6 +73,8 @@ class _RestoreChoice(msgspec.Struct, array_like=True):
     """The argument `step` of rank 0."""
     passed_over: tuple[str, ...]
     """The corrupt checkpoints that are newer."""
+    name: str = ""
+    """The name of its directory."""
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -133,7 +135,7 @@ class Restorer:
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
             topic = f"{choice.path} restore"
-            with self._lease(choice.step):
+            with self._lease(choice):
                 if choice.step is not None:
                     with interrupts_told(self._comm, topic):
                         result, error = self._load(choice, choice.step, step, call, options, whole=whole)
@@ -173,7 +175,7 @@ class Restorer:
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
-        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
+        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over), info.name)
 
     def _agreed_choice(
         self, step: int | None, tried: set[int], unread: Sequence[tuple[str, Exception | None]]
@@ -196,10 +198,10 @@ class Restorer:
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
 
-    def _lease(self, step: int | None) -> AbstractContextManager[object]:
-        if step is None or self._comm.rank:
+    def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
+        if choice.step is None or self._comm.rank:
             return contextlib.nullcontext()
-        return hold_lease(self.directory.folder(step), ahead=self._known is not None)
+        return hold_lease(self.directory.store.folder(choice.name), ahead=self._known is not None)
 
     def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
         return MismatchError(
@@ -219,7 +221,7 @@ class Restorer:
         *,
         whole: bool,
     ) -> tuple[Any, Exception | None]:
-        store = self.directory.folder(found)
+        store = self.directory.store.folder(choice.name)
         known, self._known = self._known, None
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read: ReadOptions = options["read"]

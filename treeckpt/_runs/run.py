@@ -58,7 +58,7 @@ from .._io.storage.deletions import (
     remove_leftovers,
     take_index,
 )
-from .._io.storage.foreign_formats import describe_foreign, refuse_file
+from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run, open_store
@@ -71,11 +71,13 @@ from .catalog import (
     LruStatCache,
     OnRead,
     StatCache,
+    checkpoints_without_step,
     in_listing_order,
     loadable_text,
     read_info,
     read_infos,
     read_marks,
+    step_folder,
     step_info,
     with_verification,
 )
@@ -126,7 +128,11 @@ class RunDirectory:
         self._verifications = verifications
 
     def folder(self, step: int) -> Store:
-        """Returns the directory of a step, whether or not it exists."""
+        """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
+        return step_folder(self.store, check_step(step))
+
+    def new_folder(self, step: int) -> Store:
+        """Returns the directory into which a step is saved; nothing is looked at."""
         return self.store.folder(step_name(check_step(step)))
 
     def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
@@ -185,23 +191,22 @@ class RunDirectory:
             CheckpointNotFound: there is no complete checkpoint.
         """
         self.checkpoint(step)
-        new = self.put_pin(step)
-        if new and self.folder(step).entry(INDEX_NAME) is None:  # a clean-up was under way that had not seen the pin
-            self.take_pin_back(step)
+        folder = self.folder(step)
+        new = self.put_pin(folder)
+        if new and folder.entry(INDEX_NAME) is None:  # a clean-up was under way that had not seen the pin
+            self.take_pin_back(folder)
             raise self._not_found(step, "it was being deleted")
 
-    def put_pin(self, step: int) -> bool:
-        """Pins a step that may not be saved yet; returns whether the pin is new."""
-        folder = self.folder(step)
+    def put_pin(self, folder: Store) -> bool:
+        """Pins the directory of a step that may not be saved yet; returns whether the pin is new."""
         with _write_errors(folder.place):
             folder.prepare()
             new = PIN_NAME not in folder.entries()
             folder.publish(PIN_NAME, msgspec.json.encode({"pinned_ns": self._clock()}), replace=True)
         return new
 
-    def take_pin_back(self, step: int) -> None:
+    def take_pin_back(self, folder: Store) -> None:
         """Undoes `put_pin` after the save has failed."""
-        folder = self.folder(step)
         with _write_errors(folder.place):
             folder.delete(PIN_NAME)
             folder.remove_directory()
@@ -293,7 +298,7 @@ class RunDirectory:
         ):
             why = self.remove_directory(removal, grace) if free else "it is being saved"
         # Once its index is gone it is no checkpoint any more, and the next clean-up removes the rest.
-        if why and (removal.what == "leftovers" or self.folder(step).entries().keys() & {INDEX_NAME}):
+        if why and (removal.what == "leftovers" or folder.entries().keys() & {INDEX_NAME}):
             raise _held(folder, why)
 
     def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
@@ -538,6 +543,9 @@ class CheckpointSelector:
                 self.warn_once(info.path, f"passed over, {info.status}: {why}")
             if passed_over is not None and info.status != "partial":
                 passed_over.append(f"{info.path}: {why}")
+        if not infos and (others := checkpoints_without_step(self.directory.store)):
+            text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}"
+            self.warn_once(self.directory.url, f"{text}. Rename them to step_NUMBER to have them taken")
         for path, why in self._perhaps_newer(infos, newest):
             self.warn_once(path, f"passed over, {why}")
             if passed_over is not None:
@@ -722,7 +730,7 @@ class SaveHistory:
     def _warn_of_pinned(self, step: int) -> None:
         """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
         with contextlib.suppress(Exception):
-            folder = self.directory.folder(step)
+            folder = self.directory.new_folder(step)
             if PIN_NAME in folder.entries():
                 text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
                 self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
@@ -754,7 +762,7 @@ class SaveHistory:
         others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
         if not others:
             return
-        self._warned, path = True, self.directory.folder(step).place
+        self._warned, path = True, self.directory.new_folder(step).place
         what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
         text = (
             f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "

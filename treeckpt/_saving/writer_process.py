@@ -34,6 +34,7 @@ from .._core.format.timings import Span
 from .._core.planning.rank_trees import GlobalTree
 from .._core.planning.save_plan import GlobalPlan, compute_plan
 from .._io.comm.collective import Fault, to_fault
+from .._io.process import umask_of_process
 from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder, RecorderSnapshot
@@ -85,6 +86,8 @@ class WriteShards(msgspec.Struct, tag=True, array_like=True):
     """The address of the store, from `Store.address`."""
     arena: int
     recorder: RecorderSnapshot
+    umask: int
+    """The umask of the process that saves, which may have changed since this one began."""
 
 
 class CommitSave(msgspec.Struct, tag=True, array_like=True):
@@ -292,7 +295,8 @@ class ProcessWriter:
     def write(self) -> WriteReport:
         try:
             self._process.prepare(self._plan, self._arena, timeout=self._timeout)
-            request = WriteShards(self._info, self._address, self._arena.number, self._recorder.snapshot)
+            snapshot = self._recorder.snapshot
+            request = WriteShards(self._info, self._address, self._arena.number, snapshot, umask_of_process())
             if self._record is not None:
                 # the process writes the record from here on
                 self._record.stop()
@@ -439,6 +443,7 @@ class WriterServer:
     def _write(self, request: WriteShards) -> Answer:
         info, error = request.info, self._error
         self._error = None
+        os.umask(request.umask)
         try:
             if error is not None:
                 raise error

@@ -80,8 +80,8 @@ publish(__name__, __all__, globals())
 
 Renaming = Mapping[str, str] | Iterable[tuple[str, str]] | None
 """Pairs of a pattern and a new name."""
-Transforms = Rule | str | Iterable[Rule | str] | None
-"""Rules, or statements in the syntax of `parse`."""
+Transforms = Rule | str | Mapping[str, Any] | Iterable[Rule | str | Mapping[str, Any]] | None
+"""Rules, or statements in the syntax of `parse`, or configurations of Paddle."""
 
 
 def carried(*rules: Rule) -> Carried:
@@ -252,14 +252,18 @@ def decode(data: bytes | str) -> tuple[Rule, ...]:
     >>> tc.rules.decode('["a -> b"]')
     (Rename(source='a', target='b', optional=False),)
 
+    A configuration of Paddle may stand there too, or in place of the list.
+
     Raises:
         FormatError: an unknown kind of rule or field, or a missing field.
     """
     rules: list[Rule] = []
     try:
-        for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
-            if bytes(raw).startswith(b'"'):
-                rules += parse(msgspec.json.decode(raw, type=str))
+        single = data.lstrip()[:1] in ("{", b"{")
+        for raw in [msgspec.Raw(data)] if single else msgspec.json.decode(data, type=list[msgspec.Raw]):
+            one = msgspec.json.decode(raw)
+            if isinstance(one, str) or (isinstance(one, dict) and "aoa_statements" in one):
+                rules += parse(one)
             else:
                 rules.append(decode_json(raw, Rule))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -297,14 +301,17 @@ def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:
     rules: list[Rule] = []
     if rename is not None and (pairs := _pairs(rename)):
         rules.append(Renames(pairs))
-    given: Any = () if transforms is None else [transforms] if isinstance(transforms, (str, Rule)) else transforms
+    single = isinstance(transforms, (str, Rule, Mapping))
+    given: Any = () if transforms is None else [transforms] if single else transforms
     for transform in given if isinstance(given, Iterable) else [given]:
-        if isinstance(transform, str):
+        if isinstance(transform, (str, Mapping)):
             rules += parse(transform)
         elif isinstance(transform, Rule):
             rules.append(transform)
         else:
             raise TreeckptError(
-                "transforms", expected="rules of treeckpt.rules, or statements", found=f"{transform!r:.80}"
+                "transforms",
+                expected="rules of treeckpt.rules, statements, or a dict of Paddle with aoa_statements",
+                found=f"{transform!r:.80}",
             )
     return tuple(rules)

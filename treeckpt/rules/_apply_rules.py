@@ -93,6 +93,8 @@ class RuleContext:
         self.keeps: list[str] = []
         self.fills: list[Fill] = []
         self.label, self.must_match = "", strict
+        self.outside: RuleContext | None = None
+        """The leaves that the rules do not see, where they see those of a model alone."""
         self.new_names: dict[str, tuple[str, ...]] = {}
         """The new names of each leaf that the last rule took, if that builds arrays."""
         self.taken: dict[str, LeafState] = {}
@@ -143,6 +145,11 @@ class RuleContext:
                     now = target if target.startswith(root) else f"{root}{target}"
                     why = f"Names begin with `{root}`" if root else "Below a dotted name is `a.*`"
                     return f"{why}: write {f'{root}{source}{end}'!r}: {f'{now}{end}'!r}"
+        if self.outside is not None and self.outside.find(compile_pattern(source), below=True):
+            return (
+                "Rules that the optimizers' state follows see `model/...` alone: pass from_root=True to restore or "
+                "resume, or give the rule beside those of rules.Carried"
+            )
         return ""
 
     def find(self, pattern: Pattern, *, below: bool = False) -> list[tuple[Binding, str]]:
@@ -482,6 +489,7 @@ def _apply_carried(state: RuleContext, carried: Carried, label: str) -> None:
     # the rules see parameters alone, so that a pattern does not match their moments too
     parameters = {path: state.items.pop(path) for path in list(state.items) if path.startswith(MODEL)}
     inner = RuleContext(parameters, state.strict)
+    inner.outside = state
     for number, rule in enumerate(_flat(carried), 1):
         inner.apply(rule, f"{label.partition(':')[0]}.{number}: {label_of(rule)}")
         lost = lost or inner.lost

@@ -15,16 +15,22 @@ float32 without `dtype=`. The fused options split or join, depending on the numb
 `fused_qkv` with queries, keys and values group by group, `fused_qkv_old` and `fused_ffn` with all of them once for each
 of `shards`. Their axis is 1 by default; all other statements must give it. An option that a statement does not use is
 an error.
+
+Paddle's configurations, `{"aoa_statements": [...]}`, are taken as Paddle applies them: a name that several statements
+take is there for each of them, and with `"aoa_config_reverse": True` each statement is undone, the last one first.
+`fused_qkv_old` and `fused_ffn` then need `shards=`, which Paddle finds in its metadata. A checkpoint says nothing of
+it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..errors import FormatError
 from ._patterns import numbers_in
-from ._rules import Carried, Cast, Concat, Dequantize, Drop, Keep, Permute, Rename, Rule, Split
+from ._rules import Carried, Cast, Concat, Copy, Dequantize, Drop, Keep, Permute, Rename, Rule, Split
 
 _FLAGS = ("fused_qkv", "fused_qkv_old", "fused_ffn", "dequantize", "optional")
 _NUMBERS = ("axis", "num_heads", "num_key_value_groups", "shards")
@@ -35,10 +41,16 @@ _SEPARATOR = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)(?![^\[]*\])""")
 
 
 class _Statement:
-    """One statement, split into names and options."""
+    """One statement, split into names and options.
 
-    def __init__(self, text: str, prefix: str) -> None:
-        self.text = text
+    Args:
+        undone: whether its rules undo it: `left` has the names behind the arrow then.
+    """
+
+    def __init__(self, text: str, prefix: str, *, undone: bool = False) -> None:
+        self.text, self.undone = text, undone
+        self.copied: list[str] = []
+        """The names of `left` that are there for other statements too."""
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise self.error("one `->`", "none" if not arrow else "several")
@@ -52,7 +64,10 @@ class _Statement:
         self.left = [name.removesuffix("^T") for name in self.left]
         if any(name.endswith("^T") for name in self.right):
             raise self.error("`^T` on the left", "on the right")
-        self.right = [name.replace("$LAYER_ID_OFFSET", "${LAYER_ID_OFFSET - 1}") for name in self.right]
+        if undone:
+            self.left, self.right = self.right, self.left
+        other = "${LAYER_ID_OFFSET + 1}" if undone else "${LAYER_ID_OFFSET - 1}"
+        self.right = [name.replace("$LAYER_ID_OFFSET", other) for name in self.right]
 
     def _names(self, text: str, prefix: str) -> list[str]:
         names: list[str] = []
@@ -112,27 +127,64 @@ def _expand_range(name: str) -> list[str]:
     return [f"{matched[1]}_{i}{matched[4] or ''}" for i in range(int(matched[2]), int(matched[3]))]
 
 
-def parse(text: str, *, prefix: str = "", carried: bool = False) -> tuple[Rule, ...]:
+def parse(text: str | Mapping[str, Any], *, prefix: str = "", carried: bool = False) -> tuple[Rule, ...]:
     """Parses statements into rules; the module's docstring has the grammar.
 
     >>> tc.rules.parse("model/q, model/k -> model/qk, axis=0")
     (Concat(...),)
+    >>> tc.rules.parse({"aoa_statements": ["q^T -> q", "k -> _"]}, prefix="model/")
+    (Permute(...), Drop(...))
 
     Args:
-        text: statements, one per line.
+        text: statements, one per line, or a configuration of Paddle, a dict with `aoa_statements`.
         prefix: is put before every name, as `model/` before the names of a module.
         carried: whether the optimizers' state follows, as with `treeckpt.rules.Carried`.
 
     Raises:
         FormatError: a statement does not follow the grammar.
     """
-    lines = (line.partition("#")[0] for line in text.splitlines())
     rules: list[Rule] = []
-    for text in (part.strip() for line in lines for part in line.split(";") if part.strip()):
-        statement = _Statement(text, prefix)
+    for statement in _aoa_statements(text, prefix) if isinstance(text, Mapping) else _statements([text], prefix):
         rules += _rules_of(statement)
         statement.check_used()
     return (Carried(tuple(rules)),) if carried and rules else tuple(rules)
+
+
+def _statements(texts: Iterable[str], prefix: str, *, undone: bool = False) -> list[_Statement]:
+    lines = (line.partition("#")[0] for text in texts for line in text.splitlines())
+    parts = (part.strip() for line in lines for part in line.split(";"))
+    return [_Statement(part, prefix, undone=undone) for part in parts if part]
+
+
+_AOA = ("aoa_statements", "aoa_config_reverse")
+"""The keys of a configuration of Paddle."""
+
+
+def _aoa_statements(config: Mapping[str, Any], prefix: str) -> list[_Statement]:
+    """Returns the statements of a configuration of Paddle, in the order in which they are applied."""
+    texts, undone = config.get(_AOA[0]), config.get(_AOA[1], False)
+    unknown = [key for key in config if key not in _AOA]
+    if unknown or not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise FormatError(
+            "transforms",
+            expected='a dict of Paddle, {"aoa_statements": ["a -> b", ...]}, perhaps with "aoa_config_reverse"',
+            found=f"{dict(config)!r:.80}",
+            hint=f"{unknown[0]!r} is none of its keys" if unknown else "See treeckpt.rules.parse",
+        )
+    statements = _statements(texts, prefix, undone=bool(undone))
+    if undone:
+        statements.reverse()
+    stays = {name for each in statements if each.left == each.right for name in each.left}
+    for number, statement in enumerate(statements):
+        if statement.has("fused_qkv_old", "fused_ffn") and "shards" not in statement.options:
+            expected = "shards=, in how many parts ranks held the fused array where it was saved, 1 for a whole one"
+            raise statement.error(expected, "none")
+        if len(statement.left) == len(statement.right) == 1:
+            statement.used.add("axis")  # Paddle takes it where nothing is split or joined
+        later = {name for each in statements[number + 1 :] for name in each.left}
+        if statement.left != statement.right and statement.right != ["_"]:
+            statement.copied = [name for name in statement.left if name != "_" and name in stays | later]
+    return statements
 
 
 def _rules_of(statement: _Statement) -> list[Rule]:
@@ -144,39 +196,57 @@ def _rules_of(statement: _Statement) -> list[Rule]:
     if "_" in statement.left:
         raise statement.error("`_` alone on its side, or among what a split gives", "`_` among names")
     if statement.has("dequantize"):
+        if statement.undone:
+            raise statement.error("statements that can be undone", "dequantize")
         return [_dequantized(statement, optional)]
+    if "*" in "".join(statement.right) and "*" not in "".join(statement.left):
+        raise statement.error("`*` on the side that is taken, or all names written out", "on the other side alone")
+    copies: list[Rule] = [Copy(name, f"{name}.copied", optional=optional) for name in statement.copied]
+    statement.left = [f"{name}.copied" if name in statement.copied else name for name in statement.left]
     # a `*` that is only on the left is a number of the sources, as `$EACH`
     stars = len(statement.left) == 1 and "*" in statement.left[0] and "*" not in statement.right[0]
     left = [statement.left[0].replace("*", "$EACH")] if stars else statement.left
-    before = _layout_changes(statement, left, optional)
+    after = _layout_changes(statement, statement.right, optional) if statement.undone else []
+    before = copies if statement.undone else [*copies, *_layout_changes(statement, left, optional)]
+    return [*before, *_moves(statement, left, optional, stars=stars), *after]
+
+
+def _moves(statement: _Statement, left: list[str], optional: bool, *, stars: bool) -> list[Rule]:
+    """Returns the rule that splits, joins or renames."""
     many = (
         len(left) > 1
         or stars
         or (len(statement.right) == 1 and bool(numbers_in(left[0]) - numbers_in(statement.right[0])))
     )
     if statement.has("fused_qkv", "fused_qkv_old", "fused_ffn"):
-        return [*before, _fused(statement, left, statement.right, optional)]
+        return [_fused(statement, left, statement.right, optional)]
     if many and len(statement.right) > 1:
         raise statement.error("one name on the left or on the right", f"{len(left)} and {len(statement.right)}")
     if many:
-        return [*before, Concat(tuple(left), statement.right[0], statement.number("axis"), optional=optional)]
+        return [Concat(tuple(left), statement.right[0], statement.number("axis"), optional=optional)]
     if len(statement.right) > 1:
-        return [*before, Split(left[0], tuple(statement.right), statement.number("axis"), optional=optional)]
-    return [*before, *([Rename(left[0], statement.right[0], optional=optional)] if left != statement.right else [])]
+        return [Split(left[0], tuple(statement.right), statement.number("axis"), optional=optional)]
+    return [Rename(left[0], statement.right[0], optional=optional)] if left != statement.right else []
 
 
-def _layout_changes(statement: _Statement, left: Sequence[str], optional: bool) -> list[Rule]:
-    """Returns the permutations and casts of the names on the left."""
+def _layout_changes(statement: _Statement, names: Sequence[str], optional: bool) -> list[Rule]:
+    """Returns the permutations and casts of the names before the arrow, or what undoes them."""
     changes: list[Rule] = [
-        Permute(n, optional=optional) for n, transposed in zip(left, statement.transposed, strict=True) if transposed
+        Permute(n, optional=optional) for n, transposed in zip(names, statement.transposed, strict=True) if transposed
     ]
     order = statement.numbers("permute", "transpose")
     if order is not None:
-        changes += [Permute(name, order or None, optional=optional) for name in left]  # None is the reverse order
-    dtype = statement.option("dtype", "dst_dtype")
-    if dtype is not None:
-        before = statement.option("src_dtype")
-        changes += [Cast(name, dtype, before, optional=optional) for name in left]
+        if statement.undone and sorted(order) == list(range(len(order))):
+            order = tuple(order.index(dim) for dim in range(len(order)))
+        changes += [Permute(name, order or None, optional=optional) for name in names]  # None is the reverse order
+    before, after = statement.option("src_dtype"), statement.option("dtype", "dst_dtype")
+    if statement.undone and after is not None and before is None:
+        raise statement.error("src_dtype=, the dtype that is given back", "none")
+    before, after = (after, before) if statement.undone else (before, after)
+    if after is not None:
+        changes += [Cast(name, after, before, optional=optional) for name in names]
+    elif before is not None:
+        raise statement.error("dtype=, with src_dtype=", "src_dtype")
     return changes
 
 

@@ -16,13 +16,14 @@ from .._core.format.records import AliasRecord, Index, LeafRecord, ValueRecord
 from .._core.tree.structure import DictNode, ListNode, PerRankNode, Structure, TupleNode, key_text, keys_of
 from .._io.storage.checkpoint import Checkpoint
 from ..errors import FormatError, MismatchError
-from ..rules._rules import Carried, Rule
+from ..rules._rules import Carried, Drop, Rename, Renames, Rule
 from ..rules._view import ComposedLeaf, view_of
 from ._groups import ParamGroup, labels_of
 from ._modules import Key, Modules, collect_entries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
+from ._sources import GROUPS as _GROUPS
+from ._sources import STATE as _STATE
 
-_STATE, _GROUPS = "state", "param_groups"
 _PARAMS, _NAMES = "params", "param_names"
 
 
@@ -303,6 +304,19 @@ def _with_tree(index: Index, tree: IndexPart) -> Index:
             record = msgspec.structs.replace(record, of=numbers[record.of])
         records.append(record)
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
+
+
+def named_from_root(given: Checkpoint, rules: Sequence[Rule]) -> tuple[Checkpoint, tuple[Rule, ...]]:
+    """Returns a checkpoint under the names that the first rules give, which only name leaves, and the other rules.
+
+    Leaves that each rank has of its own are renamed where they are read, so a checkpoint with any is left as it is.
+    """
+    count = next((n for n, rule in enumerate(rules) if not isinstance(rule, (Rename, Renames, Drop))), len(rules))
+    if not count or any(leaf.ranks is not None for leaf in given.index.entries):
+        return given, tuple(rules)
+    view = view_of(given.index, rules[:count], source_rank=0, rank=0)
+    tree = IndexPart(view.structure, [leaf.number for leaf in view.entries])
+    return given.with_index(_with_tree(given.index, tree)), tuple(rules[count:])
 
 
 def as_training_state(given: Checkpoint, model: Modules, optimizer: Optimizers, rules: Sequence[Rule]) -> Checkpoint:

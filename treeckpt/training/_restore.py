@@ -40,7 +40,7 @@ from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
-from ._foreign_states import as_training_state
+from ._foreign_states import as_training_state, named_from_root
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
     Before,
@@ -79,7 +79,6 @@ from ._rank_state import RankState, is_rng, set_rng
 from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
     RestoreSource,
-    TreeSource,
     check_globs,
     children_of,
     descend,
@@ -220,6 +219,10 @@ def _restore(
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
+        if from_root and targets.optimizer is not None and isinstance(placed, Checkpoint):
+            named, rest = named_from_root(placed, options.rules)
+            if holds_state_dicts(named) and not holds_state_dicts(placed):
+                placed, options = named, msgspec.structs.replace(options, rules=rest)
         arranged = placed
         if targets.optimizer is not None and holds_state_dicts(placed):
             arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
@@ -412,8 +415,7 @@ class _Restore:
         if not self.optimizers:
             return
         if "optimizer" not in self.parts or "param_groups" not in self.parts:
-            how, in_memory = "training.state(model, optimizer)", isinstance(self.source, TreeSource)
-            raise missing_part("optimizer", how, self.parts, in_memory=in_memory)
+            raise missing_part("optimizer", "training.state(model, optimizer)", self.source)
         known = sorted({name for live in self.optimizers for group in live.groups for name in group.values})
         if unknown := [name for name in keep if name not in known]:
             raise MismatchError("keep", expected=f"some of {', '.join(known)}", found=f"{unknown[0]!r}")
@@ -508,7 +510,7 @@ class _Restore:
         if part in self.parts:
             return True
         if self.options.strict:
-            raise missing_part(part, f"training.state(model, ..., {how})", self.parts)
+            raise missing_part(part, f"training.state(model, ..., {how})", self.source)
         self.missing.append(part)
         return False
 

@@ -6,7 +6,7 @@ were saved; arrays are filled in place at the end. A tree in memory provides onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, Protocol, TypeGuard
 
@@ -78,6 +78,11 @@ class RestoreSource(Protocol):
     @property
     def structure(self) -> Structure:
         """The structure of its tree."""
+        ...
+
+    @property
+    def saved_structure(self) -> Structure:
+        """The structure before rules, of several checkpoints that of the last; None for a tree, which takes none."""
         ...
 
     def is_left(self, path: str) -> bool:
@@ -289,6 +294,7 @@ class CheckpointSource:
         # One member of another world is enough: its per-rank leaves are not those of the ranks here.
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
         self.step = self._member_for("param_groups").index.step
+        self.saved_structure = self.members[-1].index.structure
         dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
         self.ruled = sum(dropped, ()), sum(renamed, ())
         self.structure = reduce(merge_sources, (member.view.structure for member in self.members))
@@ -480,6 +486,7 @@ class TreeSource:
                 hint="Save it, or change the tree before it is restored",
             )
         self.structure, leaves = flatten(self.tree, rank=comm.rank, namespace=options.namespace)
+        self.saved_structure: Structure = None
         self._leaves = {index_path(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
     @property
@@ -552,10 +559,42 @@ class TreeSource:
         )
 
 
-OTHER_NAMES = (
-    "State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, {'model': old[...], "
-    "'optimizer': old[...]}) with their names there, and restore new"
-)
+STATE, GROUPS = "state", "param_groups"
+"""The keys of an optimizer's state dict."""
+_MODEL_NAMES = ("model", "model_state_dict", "state_dict", "module")
+
+
+def names_of_state_dicts(structure: Structure) -> dict[str, str]:
+    """Returns the `rename` by which a restore finds the state dicts of a model and an optimizer, at or below the root.
+
+    It is empty where there are none, or they have these names.
+    """
+    places = {"": children_of(structure)}
+    places |= {f"{key_text(str(key))}/": children_of(node) for key, node in places[""].items()}
+    for place, children in places.items():
+        optimizer = next((key for key, node in children.items() if _is_optimizer_state(node)), None)
+        model = next((key for key in _MODEL_NAMES if children.get(key) is not None), None)
+        if optimizer is not None and model is not None:
+            found = {f"{place}{model}": "model", f"{place}{key_text(str(optimizer))}": "optimizer"}
+            return {old: new for old, new in found.items() if old != new}
+    return {}
+
+
+def _is_optimizer_state(node: Structure) -> bool:
+    """Whether a node is the state dict of an optimizer, nested or with a key for each moment."""
+    keys = [str(key) for key in children_of(node)]
+    flat = bool(keys) and all(key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in keys)
+    return flat or {STATE, GROUPS} <= {*keys}
+
+
+def _named_otherwise(structure: Structure, hint: str) -> str:
+    """Returns what to do where the state dicts of a source have other names; `hint` and more if none is found."""
+    if rename := names_of_state_dicts(structure):
+        return f"Its state dicts have other names: pass rename={rename}, from_root=True"
+    return (
+        f"{hint}. State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, "
+        "{'model': old[...], 'optimizer': old[...]}) with their names there, and restore new"
+    )
 
 
 def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root: bool) -> tuple[Rule, ...]:
@@ -610,14 +649,14 @@ def check_globs(source: RestoreSource, options: LoadOptions, entries: Sequence[s
         raise
 
 
-def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: bool = False) -> MismatchError:
+def missing_part(part: str, how: str, source: RestoreSource) -> MismatchError:
     """Returns the error that a source lacks a part of a training state.
 
     Args:
         how: what would have saved it.
-        parts: those that it has.
-        in_memory: whether the source is a tree in memory, in which state dicts of optimizers are not read.
     """
+    parts = children_of(source.structure)
+    in_memory = isinstance(source, TreeSource)  # in which state dicts of optimizers are not read
     if in_memory and part in parts:
         return MismatchError(
             part,
@@ -631,7 +670,7 @@ def missing_part(part: str, how: str, parts: Iterable[object], *, in_memory: boo
         part,
         expected=f"a state saved with {how}",
         found=f"only {', '.join(map(str, parts))} in the checkpoint",
-        hint=hint + (f". {OTHER_NAMES}" if part == "optimizer" else ""),
+        hint=_named_otherwise(source.saved_structure, hint) if part == "optimizer" else hint,
     )
 
 
@@ -679,8 +718,10 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
             source.url,
             expected="a training state, with `model` at its root",
             found=keys[:200],
-            hint="Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
-            "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=. "
-            + OTHER_NAMES,
+            hint=_named_otherwise(
+                source.saved_structure,
+                "Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
+                "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=",
+            ),
         )
     return source

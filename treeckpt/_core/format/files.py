@@ -174,13 +174,12 @@ def check_step(step: object) -> int:
 
 
 def is_step_name(name: str) -> bool:
-    """Returns whether a manager gives a directory this name."""
-    step = step_of(name)
-    return step is not None and step_name(step) == name
+    """Returns whether the name of a directory is that of a step, with as many digits as it may have."""
+    return step_of(name) is not None
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's directory in a run."""
+    """Returns the name that a manager gives to a step's directory in a run."""
     return f"step_{step:08d}"
 
 

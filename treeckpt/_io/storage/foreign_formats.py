@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..._core.format.files import is_step_name, parse_file_name
+from ..._core.format.files import is_step_name, parse_file_name, step_of
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError
@@ -160,7 +160,7 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
         StoreError: it could not be read, so that this is not known.
     """
     kind, names = (None, None) if "://" in url else format_at(newest_of_recis(Path(url)))
-    if kind is None:
+    if kind is None or INDEX_NAME in (names or ()):
         return None
     if kind == "pickle":
         return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
@@ -170,12 +170,21 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
 
 
 def refuse_file(path: str) -> None:
-    """Refuses a file in place of a run.
+    """Refuses a file in place of a run, and a path through a link that leads nowhere.
 
     Raises:
-        CheckpointNotFound: naming what the file is.
+        CheckpointNotFound: naming what the file is, or the link.
     """
-    if Path(path).exists() and not Path(path).is_dir():
+    if not Path(path).exists():
+        for place in (Path(path), *Path(path).parents):
+            if place.is_symlink() and not place.exists():
+                raise CheckpointNotFound(
+                    path,
+                    expected="a run, the directory that holds the checkpoints",
+                    found=f"{place}, a link to {os.readlink(place)}, where nothing is",
+                    hint="Mount or make what it leads to; or give the path of the run itself",
+                )
+    elif not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
         expected = "a run, the directory that holds the checkpoints"
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
@@ -208,8 +217,7 @@ def describe_place(url: str) -> tuple[str, str]:
             return "a file of no known format", hint
     except (OSError, StoreError):
         return "none", hint
-    # a step of more than 8 digits has a longer name
-    newest = path / max(steps, key=lambda name: (len(name), name))
+    newest = path / max(steps, key=lambda name: step_of(name) or 0)
     found = f"a run of {count_text(len(steps), 'step')}"
     return found, f"Load a step, as {newest}, or take tc.Manager({url!r}), which chooses the newest"
 

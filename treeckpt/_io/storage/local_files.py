@@ -552,6 +552,8 @@ class ReaderCache:
             self._open.clear()
 
 
+NEW_FILE_MODE = 0o666
+"""The permissions of a new file, less those that the umask of the process takes away."""
 DIRECTORY_TRIES = 5
 """How often the directory of a new file is made again, at most."""
 
@@ -604,7 +606,7 @@ class LocalWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY
         self.direct = hasattr(os, "O_DIRECT")
         try:
-            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+            self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), NEW_FILE_MODE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -612,7 +614,7 @@ class LocalWriter:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             self.direct = False
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, flags, NEW_FILE_MODE)
         self._open = True
         # a full disk is found before any byte is written
         if nbytes and hasattr(os, "posix_fallocate"):
