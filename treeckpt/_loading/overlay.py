@@ -118,6 +118,7 @@ class BankMember(Protocol):
     """One checkpoint of a bank, seen through its own rules and globs."""
 
     options: LoadOptions
+    index: Index
 
     @property
     def view(self) -> Index | View:
@@ -259,7 +260,8 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
     are refused; without, each loads its own slots.
     """
     givers = {path: part for part in parts for path in part.wins}
-    for path, several in _row_givers([part.job for part in parts]).items():
+    for path, jobs in tables_of_several([part.job for part in parts]).items():
+        several = RowGivers(jobs, path)
         if asked is None:
             for given, part in givers.items():
                 if path in (given, ids_beside(given)):
@@ -284,14 +286,14 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
         home.joined[path] = giver.job
 
 
-def _row_givers(jobs: Sequence[Load]) -> dict[str, RowGivers]:
+def tables_of_several(members: Sequence[M]) -> dict[str, list[M]]:
     """Returns, by the path of its ids, which checkpoints give rows of a table, of those that several give."""
-    found: dict[str, list[Load]] = {}
-    for job in jobs:
-        for path, leaves in job.view.by_path.items() if job.index.tables else ():
-            if leaves[0].number in job.index.tables and job.selected(path):
-                found.setdefault(path, []).append(job)
-    return {path: RowGivers(several, path) for path, several in found.items() if len(several) > 1}
+    found: dict[str, list[M]] = {}
+    for member in members:
+        for path, leaves in member.view.by_path.items() if member.index.tables else ():
+            if leaves[0].number in member.index.tables and member.selected(path):
+                found.setdefault(path, []).append(member)
+    return {path: several for path, several in found.items() if len(several) > 1}
 
 
 _SUMMED = ("nbytes", "unverified_nbytes", "read_nbytes", "loaded", "seconds")

@@ -305,13 +305,15 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
     """Returns the step by which a run has a checkpoint, or the text in its place; None for one that is none of the run.
 
-    A directory of another name belongs to the run where its index says that a manager gave it this name, or where a
-    deletion was cut short, of which a run has only those of its checkpoints.
+    A directory of another name belongs to the run where its index says that a manager gave it this name; where the
+    index cannot be decoded, as that is not known then; and where a deletion was cut short, of which a run has only
+    those of its checkpoints.
     """
     if (step := step_of(info.name)) is not None:
         return step
     named = info.lineage is not None and info.lineage.name == info.name
-    return info.name if named or info.deleting else None
+    unknown = info.status == "corrupt" and info.save_id is None
+    return info.name if named or unknown or info.deleting else None
 
 
 def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:

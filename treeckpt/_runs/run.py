@@ -153,12 +153,12 @@ class RunDirectory:
             CheckpointExists: naming it.
         """
         info = read_info(self.store.folder(name), cache=self._cache, timings=False)
-        if info.save_id is not None and info.status != "partial" and id_of(info) is None:
+        if info.status in ("complete", "corrupt") and (info.lineage is None or info.lineage.name != name):
             raise CheckpointExists(
                 info.path,
                 expected="a name that is free, or that of a checkpoint which a manager saved by it",
                 found=f"a checkpoint that was saved otherwise ({info.status})",
-                hint="Save under another name, or move it away",
+                hint="Save under another name, or move it away; Manager.delete with force=True removes a corrupt one",
             )
 
     def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:

@@ -640,6 +640,7 @@ class _Restore:
             extra=self.extra,
             dropped=dropped,
             renamed=renamed,
+            joined=tuple(dict.fromkeys(row for load in loads for row in load.joined)),
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),

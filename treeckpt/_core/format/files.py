@@ -196,9 +196,10 @@ def check_id(given: object) -> CheckpointId:
 def is_number_text(text: str) -> bool:
     """Returns whether a text may be meant as a step: a number of any kind, or the name of a step."""
     try:
-        return step_of(text) is not None or float(text) is not None
+        float(text)
     except ValueError:
-        return False
+        return step_of(text) is not None
+    return True
 
 
 def id_name(step: CheckpointId) -> str:
