@@ -59,6 +59,7 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from .catalog import runs_below, step_info
+from .history import SaveHistory
 from .notebook import run_html
 from .options import (
     Keep,
@@ -73,7 +74,7 @@ from .options import (
 )
 from .pending_saves import PendingSaves, RetentionRunner
 from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name, restore_from
-from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .run import CheckpointSelector, RunDirectory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
@@ -486,7 +487,7 @@ class Manager:
         options["read"] = read_of(options.get("read"), "resume", {**_LINKS, **IN_PLACE})
         options["fallback"] = fallback_of(options.get("fallback"), "resume", NO_SALVAGE)
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
-        restored = self._restorer.restore(call, None, options, fills=True)
+        restored = self._restorer.restore(call, None, options, fills=True, whole=False)
         if restored is None:
             from ..training._capture import check_objects
             from ..training._user_state import check_generators

@@ -41,8 +41,7 @@ from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.kept_files import hold_lease
-from .._io.storage.open import open_run, open_store
-from .._io.storage.store import RunStore
+from .._io.storage.open import is_path_or_store, open_run, open_store
 from .._loading.execute_shared import reads_once
 from .._loading.match import LoadOptions
 from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
@@ -54,8 +53,9 @@ from ..reports import LoadReport
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
+from .history import SaveHistory
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .run import CheckpointSelector, RunDirectory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
@@ -117,13 +117,7 @@ class Restorer:
         """Its index, if that was read to choose it; near, its bytes are read again under the lease, and compared."""
 
     def restore(
-        self,
-        call: RestoreCall,
-        step: CheckpointId | None,
-        options: Mapping[str, Any],
-        *,
-        fills: bool,
-        whole: bool = False,
+        self, call: RestoreCall, step: CheckpointId | None, options: Mapping[str, Any], *, fills: bool, whole: bool
     ) -> Restored | None:
         """Restores a step, or the newest that loads; returns None if the run has none.
 
@@ -132,8 +126,7 @@ class Restorer:
             fills: whether it fills objects in place.
             whole: whether it loads all of the checkpoint.
         """
-        tried: set[CheckpointId] = set()
-        passed_over: list[str] = []
+        tried, passed_over = set[CheckpointId](), list[str]()
         unread: list[tuple[str, Exception | None]] = []
         read: ReadOptions = options["read"]
         if fills and step is None and not options.get("strict", True) and read.verify is not False:
@@ -156,9 +149,9 @@ class Restorer:
                 elif choice.requested != step:
                     error = self._different_steps(choice.requested, step)
                 faults = gather_errors(self._comm, topic, error)
-            if not faults and choice.step is None:
-                return None
-            if not faults and choice.step is not None:
+            if not faults:
+                if choice.step is None:
+                    return None
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
                 return Restored(result, choice.step, tuple(passed_over))
@@ -302,18 +295,22 @@ def restore_from(
 
 def _name_in_run(path: Any, step: CheckpointId | None) -> str:
     """Returns the name of a checkpoint in a run: of a step, or the newest; empty for a path of no run."""
-    if isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-        is_run = open_store(text).entry(INDEX_NAME) is None and describe_foreign(text) is None
-    else:
-        is_run = isinstance(path, RunStore)
-    if not is_run and step is not None:
-        raise TreeckptError("step", expected="a run in source, which has steps", found=f"{path}", hint="Leave it out")
-    if not is_run:
+    if isinstance(path, Checkpoint) or not _is_run(path):
+        if step is not None:
+            expected = "a run in source, which has steps"
+            raise TreeckptError("step", expected=expected, found=f"{path}", hint="Leave it out")
         return ""
     run = RunDirectory(path)
     info = run.checkpoint(step) if step is not None else CheckpointSelector(run).choose(None, (), [])
     return "" if info is None else info.name
+
+
+def _is_run(path: Any) -> bool:
+    """Whether a path or store is no checkpoint, of ours or of another program."""
+    if isinstance(path, (str, os.PathLike)):
+        text: str = os.fspath(path)  # pyright: ignore[reportUnknownArgumentType]
+        return open_store(text).entry(INDEX_NAME) is None and describe_foreign(text) is None
+    return not is_path_or_store(path)
 
 
 # registered objects ---------------------------------------------------------------------------------------------------
