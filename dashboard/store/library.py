@@ -26,8 +26,7 @@ from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog
-from treeckpt._runs.catalog import CheckpointInfo, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
+from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
 from treeckpt.errors import CheckpointNotFound, StoreError, visible
 from treeckpt.policy import Policy
 

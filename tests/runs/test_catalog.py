@@ -20,7 +20,7 @@ from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog
-from treeckpt._runs.stat_cache import LruStatCache
+from treeckpt._runs.catalog import LruStatCache
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 

@@ -10,13 +10,14 @@ followed. No shard is opened; `verify` does that.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -24,7 +25,6 @@ from .._core.format.files import (
     PIN_NAME,
     CheckpointId,
     id_name,
-    id_order,
     is_step_name,
     parse_file_name,
     parse_progress_name,
@@ -53,7 +53,6 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
-from .stat_cache import LruStatCache, StatCache
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
@@ -63,6 +62,64 @@ CONCURRENT_READS = 64
 """Folders of an object store that are read at a time, at most."""
 READ_MEMORY = 512 << 20
 """Bytes of indexes that are read at a time, at most, unless one is larger."""
+
+
+class StatCache(Protocol):
+    """A cache of results read from files, which are valid until the file changes."""
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or raises the cached error; calls `read` if there is none, or the file has changed.
+
+        Args:
+            entry: the file that `read` reads, as it is now.
+        """
+        ...
+
+
+class LruStatCache:
+    """A cache in memory; a file counts as changed if its inode, modification time or size differs.
+
+    Args:
+        entries: the least recently used is dropped beyond this number.
+    """
+
+    def __init__(self, entries: int = 4096) -> None:
+        self._entries = entries
+        self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached.
+
+        Nothing is cached of a file of which the store knows neither a time nor a number.
+        """
+        if not entry.modified_ns and not entry.number:
+            return read()
+        stamp = (entry.modified_ns, entry.nbytes, entry.number)
+        with self._lock:
+            kept = self._found.get(key)
+            if kept is not None and kept[0] == stamp:
+                self._found.move_to_end(key)
+                return _result(kept[1])
+        try:
+            # Without the lock, so that several threads read at a time.
+            result: T | TreeckptError = read()
+        except StoreError:
+            raise
+        except TreeckptError as error:
+            result = error
+        with self._lock:
+            self._found[key] = (stamp, result)
+            while len(self._found) > self._entries:
+                self._found.popitem(last=False)
+        return _result(result)
+
+
+def _result(kept: Any) -> Any:
+    if isinstance(kept, TreeckptError):
+        # It is raised again for each caller: each time its traceback would grow, and keep the frames of the one before.
+        raise kept.with_traceback(None)
+    return kept
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):
@@ -316,20 +373,6 @@ def lost_index_text(path: str, world: int) -> str:
     ranks = f"all {world} ranks" if world > 1 else "its only rank"
     repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
     return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
-
-
-def loadable_text(infos: Iterable[CheckpointInfo], step: CheckpointId) -> str:
-    """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
-    steps = sorted((step_info(info).step for info in infos if info.status == "complete"), key=id_order)
-    others = [other for other in steps if type(other) is type(step)]
-
-    def distance(other: CheckpointId) -> float:
-        if isinstance(other, str) or isinstance(step, str):
-            return -difflib.SequenceMatcher(a=f"{other}", b=f"{step}").ratio()
-        return abs(other - step)
-
-    near = f"; the nearest is {min(others, key=distance)}" if others else ""
-    return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
 
 
 OnRead = Callable[[int, int], object]

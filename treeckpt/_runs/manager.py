@@ -59,7 +59,6 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from .catalog import runs_below, step_info
-from .history import SaveHistory
 from .notebook import run_html
 from .options import (
     Keep,
@@ -74,7 +73,7 @@ from .options import (
 )
 from .pending_saves import PendingSaves, RetentionRunner
 from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name, restore_from
-from .run import CheckpointSelector, RunDirectory
+from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch

@@ -53,9 +53,8 @@ from ..reports import LoadReport
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
-from .history import SaveHistory
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, RunDirectory
+from .run import CheckpointSelector, RunDirectory, SaveHistory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
