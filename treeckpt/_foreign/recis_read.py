@@ -40,7 +40,7 @@ from .._io.storage.foreign_formats import (
     RECIS_UNDER_WAY,
 )
 from .._io.storage.store import Store
-from ..errors import CorruptError, FormatError, TreeError
+from ..errors import CorruptError, FormatError, StoreError, TreeError
 from .checksums import ArchiveChecksums
 from .files import ForeignTree, range_of, store_window
 from .pickle_values import RefusedLeaf
@@ -196,11 +196,12 @@ class _RowReader:
             return np.empty(array.spec.shape, raw)
         with self._lock:
             if key not in self._memory:
-                if is_local := window.store.traits.local_path is not None:
+                try:
                     data = np.frombuffer(window.store.map(window.name, window.start, window.size), np.uint8)
-                else:
+                except StoreError:  # the files are on no disk
                     data = window.read(0, window.size)
-                self._memory = {**(self._memory if is_local else {}), key: data.view(raw).reshape(array.spec.shape)}
+                    self._memory.clear()
+                self._memory[key] = data.view(raw).reshape(array.spec.shape)
             return self._memory[key]
 
 
