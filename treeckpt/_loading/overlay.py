@@ -69,7 +69,8 @@ class Bank:
     100
 
     Args:
-        sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken.
+        sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken. Of a keyed table
+            that several give, the rows are joined by id, and `LoadReport.joined` says how many each gave.
     """
 
     def __init__(self, sources: Iterable[Any]) -> None:
