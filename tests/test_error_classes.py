@@ -26,6 +26,13 @@ def test_a_rank_error_names_the_ranks():
     assert error.ranks == {3: "no space", 1: "killed"}
 
 
+def test_wrong_arguments_are_caught_by_the_classes_of_python_too():
+    for kind, of_python in ((errors.TreeError, TypeError), (errors.MismatchError, ValueError)):
+        with pytest.raises(of_python) as caught:
+            raise kind("others", expected="a dict")
+        assert isinstance(pickle.loads(pickle.dumps(caught.value)), of_python)
+
+
 def test_an_empty_path_is_the_root():
     assert str(TreeckptError("", expected="a tree")) == "<root>: expected a tree"
 

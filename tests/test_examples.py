@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 
-PUBLIC = ("treeckpt", "treeckpt.training", "treeckpt.convert", "treeckpt.dcp", "treeckpt.trees")
+PUBLIC = ("treeckpt", "treeckpt.training", "treeckpt.convert", "treeckpt.dcp", "treeckpt.trees", "treeckpt.arrays")
 PARSER = doctest.DocTestParser()
 
 
@@ -29,6 +29,7 @@ def public_things() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{member}", thing
     for policy in tc.policy.Policy.__args__:
         yield f"treeckpt.policy.{policy.__name__}", policy
+    yield "treeckpt.stores.register", tc.stores.register
 
 
 THINGS = dict(public_things())

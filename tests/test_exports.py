@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch.distributed.checkpoint
 
 import treeckpt as tc
 from treeckpt import reports
@@ -52,6 +54,7 @@ NAMES = [
     "Sharded",
     "StoreError",
     "TreeError",
+    "TreeLeaf",
     "TreeckptError",
     "VerifyReport",
     "abstract",
@@ -62,6 +65,7 @@ NAMES = [
     "load_into",
     "path_keys",
     "path_text",
+    "plan_writes",
     "policy",
     "prewarm",
     "read_file",
@@ -69,6 +73,8 @@ NAMES = [
     "rules",
     "save",
     "save_async",
+    "tree_flatten",
+    "tree_unflatten",
     "trees",
     "verify",
 ]
@@ -80,13 +86,17 @@ def test_the_public_names_are_these() -> None:
 
 
 PUBLIC_MODULES = {
+    "arrays": ["register"],
     "convert": [
         "FORMATS",
         "SOURCES",
         "ConvertReport",
         "Finding",
+        "SourceFiles",
+        "WrittenArray",
         "convert",
         "detect",
+        "register",
         "to_dcp",
         "to_safetensors",
         "to_torch_file",
@@ -151,6 +161,7 @@ PUBLIC_MODULES = {
         "StoreTraits",
         "VersionTag",
         "Writer",
+        "register",
     ],
     "testing": ["StoreSuite", "read_range", "thread_comms", "write_file"],
     "training": [
@@ -188,12 +199,29 @@ def test_the_names_of_public_modules_are_these(name: str) -> None:
     assert all(hasattr(module, one) for one in module.__all__)
 
 
-@pytest.mark.parametrize("name", ["format_utils", "planner", "staging", "state_dict", "stateful"])
+MODULES_OF_DCP = [
+    found.name for found in pkgutil.iter_modules(torch.distributed.checkpoint.__path__) if found.name[0] != "_"
+]
+OWN_NAMES_OF_DCP = {
+    "filesystem": {"FileSystemReader", "FileSystemWriter"},
+    "format_utils": {"dcp_to_torch_save", "torch_save_to_dcp"},
+    "state_dict_loader": {"load"},
+    "state_dict_saver": {"async_save", "save"},
+}
+"""The names of torch's modules that are treeckpt's own here."""
+
+
+@pytest.mark.parametrize("name", MODULES_OF_DCP)
 def test_modules_of_dcp_have_the_names_of_torch(name: str) -> None:
-    ours = importlib.import_module(f"treeckpt.dcp.{name}")
+    """pytorch-dcp-docs, lines 164-399: each module that the documents name."""
     torch_module = importlib.import_module(f"torch.distributed.checkpoint.{name}")
-    for one in torch_module.__all__:
-        assert getattr(ours, one) is getattr(torch_module, one)
+    if name == "resharding":  # it has private names alone
+        assert torch_module.__all__ == []
+        return
+    ours = importlib.import_module(f"treeckpt.dcp.{name}")
+    replaced = {one for one in torch_module.__all__ if getattr(ours, one) is not getattr(torch_module, one)}
+    assert replaced == OWN_NAMES_OF_DCP.get(name, set())
+    assert all(getattr(ours, one).__module__.startswith("treeckpt.dcp") for one in replaced)
 
 
 def test_every_public_name_says_what_it_is() -> None:

@@ -18,12 +18,12 @@ from treeckpt import training
 
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A model, in a directory with checkpoints of it: `state`, `weights`, `ddp` and the steps 10 and 20 of `run`."""
+    """A model, in a directory with checkpoints of it: `state`, `weights`, `lightning` and steps 10 and 20 of `run`."""
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     tc.save("state", training.state(model, torch.optim.AdamW(model.parameters())))
     tc.save("weights", model.state_dict())
-    tc.save("ddp", {"model": {f"module.{name}": leaf for name, leaf in model.state_dict().items()}})
+    tc.save("lightning", {"model": {f"net.{name}": leaf for name, leaf in model.state_dict().items()}})
     with tc.Manager("run", background=False) as manager:
         manager.save(10, {"a": 1})
         manager.save(20, {"a": 2})
@@ -102,10 +102,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda net: tc.load("weights", {"model": net.state_dict()}),
         r"model/0.weight as 0.weight: pass rename=\{'\*': 'model/\*'\}\. Checkpoint: weights$",
     ),
-    "names of DDP": (
-        lambda net: training.restore("ddp", net, rng=False),
-        r"model/0.weight as model/module.0.weight: pass rename=\{'model/module.\*': 'model/\*'\}"
-        r"\. Checkpoint: ddp$",
+    "names of Lightning": (
+        lambda net: training.restore("lightning", net, rng=False),
+        r"model/0.weight as model/net.0.weight: pass rename=\{'model/net.\*': 'model/\*'\}"
+        r"\. Checkpoint: lightning$",
     ),
     "a model for a path": (
         lambda net: training.restore(net, "state"),
@@ -160,4 +160,4 @@ def test_what_the_errors_advise_works(net: nn.Module) -> None:
 
     comes_back(lambda: tc.load_into("state", net, rename={"model/*": "*"}, strict="missing"))
     comes_back(lambda: tc.load_into("weights", {"model": net}, rename={"*": "model/*"}))
-    comes_back(lambda: training.restore("ddp", net, rng=False, rename={"model/module.*": "model/*"}))
+    comes_back(lambda: training.restore("lightning", net, rng=False, rename={"model/net.*": "model/*"}))

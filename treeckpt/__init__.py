@@ -44,6 +44,7 @@ from typing import Any
 from . import policy, rules, trees
 from ._api import abstract, load, load_abstract, load_async, load_into, prewarm, save, save_async
 from ._arrays.sharded import Sharded
+from ._arrays.typed_leaves import TreeLeaf, plan_writes, tree_flatten, tree_unflatten
 from ._core.format.records import Index
 from ._core.public_names import publish
 from ._core.sharding.region import Region
@@ -108,6 +109,7 @@ __all__ = [
     "Sharded",
     "StoreError",
     "TreeError",
+    "TreeLeaf",
     "TreeckptError",
     "VerifyReport",
     "abstract",
@@ -118,6 +120,7 @@ __all__ = [
     "load_into",
     "path_keys",
     "path_text",
+    "plan_writes",
     "policy",
     "prewarm",
     "read_file",
@@ -125,6 +128,8 @@ __all__ = [
     "rules",
     "save",
     "save_async",
+    "tree_flatten",
+    "tree_unflatten",
     "trees",
     "verify",
 ]
@@ -132,9 +137,9 @@ publish(__name__, __all__, globals())
 
 
 def __getattr__(name: str) -> Any:
-    """`training`, `convert` and `dcp`, which not every program needs, and `__version__`: read when first asked for."""
+    """Modules that not every program needs, and `__version__`: read when first asked for."""
     if name == "__version__":
         return importlib.metadata.version("treeckpt")
-    if name in ("training", "convert", "dcp"):
+    if name in ("training", "convert", "dcp", "arrays", "stores"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

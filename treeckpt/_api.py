@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack, cast
 
 import msgspec
+import optree
 
 from ._arrays.digests import Comparison
 from ._arrays.registry import abstract_of
@@ -25,6 +26,7 @@ from ._loading.background import PendingLoad, start_load
 from ._loading.match import LoadOptions
 from ._loading.options import (
     IN_PLACE,
+    Device,
     Fallback,
     LoadAsyncKeywords,
     LoadKeywords,
@@ -210,7 +212,7 @@ def load(
     strict: Strict = True,
     ids: Any = None,
     cast: bool = False,
-    device: str | None = None,
+    device: Device = None,
     read: ReadOptions | None = None,
     fallback: Fallback | None = None,
     allow_pickle: bool = False,
@@ -228,12 +230,13 @@ def load(
     Args:
         path: as for save, or of a checkpoint of another program; a `Bank` or a list: later ones win,
             in tables row by row.
-        like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole.
+        like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole;
+            an `optree.PyTreeSpec`: what it names, as saved.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
         ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
-        cast, device: converts dtypes instead of refusing them; where new tensors go, "original" for where each was.
+        cast, device: converts other dtypes; where new tensors go, "original" for where each was, or a function of that.
         read: how bytes are read: `ReadOptions(verify=..., memory=..., once=..., mmap=..., copy=..., follow_links=...)`.
         fallback: what is done with damage and `PerRank` state of other ranks: `Fallback(on_corrupt=..., per_rank=...)`.
         allow_pickle: unpickles values that were saved so, which can run any code: only for files you trust.
@@ -400,7 +403,7 @@ def load_async(
     return start_load(path, run)
 
 
-def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
+def abstract(tree: Any, *, treespec: bool = False, comm: AnyComm = None, namespace: str = "") -> Any:
     """The tree with an `ArraySpec` in the place of each array: a target for `load` that holds no data.
 
     Of a DTensor it also says which regions this rank holds. An object with `state_dict` and `load_state_dict` stands
@@ -408,6 +411,13 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
 
     >>> tc.abstract({"w": np.zeros((2, 3)), "step": 1})["w"].shape
     (2, 3)
+    >>> tc.load("run/step_00000100", tc.abstract({"model": model, "step": 0}, treespec=True))["step"]
+    100
+
+    Args:
+        treespec: returns its structure alone, an `optree.PyTreeSpec` with None as a leaf: as a target of `load` it
+            names leaves, which come as they were saved, also a container that optree does not know.
+        comm, namespace: as for `save`.
     """
     comm = as_comm(comm, sends_messages=False)
     here = global_rank(comm)
@@ -415,4 +425,5 @@ def abstract(tree: Any, *, comm: AnyComm = None, namespace: str = "") -> Any:
     _, leaves = flatten(tree, rank=comm.rank, namespace=namespace)
     specs = [abstract_of(leaf, path, here) for path, leaf in leaves]
     new = (leaf if spec is None else spec for (_, leaf), spec in zip(leaves, specs, strict=True))
-    return replace_leaves(tree, new, namespace=namespace)
+    made: Any = replace_leaves(tree, new, namespace=namespace)
+    return optree.tree_structure(made, none_is_leaf=True, namespace=namespace) if treespec else made

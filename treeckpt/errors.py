@@ -1,8 +1,8 @@
 """The errors that treeckpt raises.
 
     TreeckptError
-    |- TreeError             the tree given to save cannot be stored: a leaf, a node or a key of an unknown kind
-    |- MismatchError         what is requested is not what was saved: keys, shapes, dtypes, kinds
+    |- TreeError             the tree given to save cannot be stored: a leaf, node or key of unknown kind; a TypeError
+    |- MismatchError         what is requested is not what was saved: keys, shapes, dtypes, kinds; a ValueError
     |- LayoutError           pieces leave a gap, lie outside their array, or are only partial sums
     |- CheckpointError       the state of the files
     |  |- CheckpointNotFound   no index.json: nothing there, or a save that never finished
@@ -135,8 +135,8 @@ def _rebuild(kind: type[TreeckptError], fields: dict[str, object]) -> TreeckptEr
     return error
 
 
-class TreeError(TreeckptError):
-    """The tree holds something that cannot be saved.
+class TreeError(TreeckptError, TypeError):
+    """The tree holds something that cannot be saved. It is a `TypeError`, too.
 
     Cause: a leaf, key or container of a kind that no checkpoint holds: an open file, a function, a quantised tensor, a
     tree that contains itself; an optimizer with parameters that are not the model's.
@@ -151,8 +151,8 @@ class TreeError(TreeckptError):
     """
 
 
-class MismatchError(TreeckptError):
-    """The requested tree and the saved tree differ.
+class MismatchError(TreeckptError, ValueError):
+    """The requested tree and the saved tree differ. It is a `ValueError`, too.
 
     Cause: other leaves, shapes, dtypes or kinds than were saved; `PerRank` state of a world of another size; ranks
     that contradict each other; an argument that the checkpoint has no meaning for.

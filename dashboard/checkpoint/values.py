@@ -18,7 +18,7 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import bytes_text, number_text, region_text
 from treeckpt._core.tree.spec import ArraySpec
-from treeckpt._foreign.safetensors_read import TAGS
+from treeckpt._foreign.safetensors_read import tag_of
 from treeckpt._inspect.numbers import element_stats, element_texts, number_image
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, Peek, peek
@@ -302,7 +302,7 @@ def file_forms(index: Index, number: int) -> list[FileForm]:
     except NotFound:
         return []
     npy: list[FileForm] = ["npy"] if dtype_of(spec.dtype).numpy is not None else []
-    return [*npy, "safetensors"] if spec.dtype in TAGS.values() else npy
+    return [*npy, "safetensors"] if tag_of(spec) is not None else npy
 
 
 def _npy(data: np.ndarray, spec: ArraySpec) -> bytes:

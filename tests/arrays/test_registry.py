@@ -1,6 +1,5 @@
 """An array library is known by its adapter and by one entry of the registry."""
 
-import sys
 from types import ModuleType
 
 import numpy as np
@@ -19,6 +18,13 @@ class PlainArray:
 
     def __init__(self, data, shape, dtype):
         self.data, self.shape, self.dtype = data, shape, dtype
+
+    def to_numpy(self):
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+    @classmethod
+    def from_numpy(cls, array):
+        return cls(memoryview(array.reshape(-1).view("u1")), array.shape, str(array.dtype))
 
     @property
     def elements(self):
@@ -73,22 +79,23 @@ def decode(value):
     return Unit()
 
 
-@pytest.fixture(autouse=True)
-def adapter(monkeypatch):
+@pytest.fixture(autouse=True, params=["adapter", "register"])
+def library(request, monkeypatch):
+    """The library, with an adapter of its own, or registered by its ways to and from numpy."""
+    monkeypatch.setattr(registry, "_LIBRARIES", dict(registry._LIBRARIES))
     own = (abstract, source, target, empty, like, wrap, encode, decode)
     shared = {"known_dtype": numpy.known_dtype, "cast": numpy.cast, "mark_written": numpy.mark_written}
-    module = ModuleType("treeckpt._arrays.plain")
-    vars(module).update({function.__name__: function for function in own}, **shared)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    array = f"{__name__}.PlainArray"
-    monkeypatch.setitem(registry._LIBRARIES, "plain", array)
-    monkeypatch.setitem(registry._ADAPTERS, array, "plain")
-    caches = (registry.adapter_of, registry._libraries, registry._module, registry._cast_error)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    adapter = ModuleType("plain")
+    vars(adapter).update({function.__name__: function for function in own}, **shared)
+    if request.param == "adapter":
+        package = __name__.partition(".")[0]
+        made = registry.ArrayLibrary("plain", f"{__name__}.PlainArray", ("plain",), package=package, adapter=adapter)
+        registry.add_library(made)
+    else:
+        tc.arrays.register("plain", PlainArray, to_numpy=PlainArray.to_numpy, from_numpy=PlainArray.from_numpy)
+    yield request.param
+    monkeypatch.undo()
+    registry.add_library(registry._LIBRARIES["numpy"])
 
 
 @pytest.fixture
@@ -97,12 +104,12 @@ def array():
 
 
 @pytest.mark.parametrize("like", [None, "array", "spec"])
-def test_arrays_come_back_as_arrays_of_their_library(tmp_path, array, like):
-    tree = {"a": array, "tied": array, "n": np.arange(3), "unit": Unit()}
+def test_arrays_come_back_as_arrays_of_their_library(tmp_path, array, like, library):
+    tree = {"a": array, "tied": array, "n": np.arange(3), **({"unit": Unit()} if library == "adapter" else {})}
     tc.save(tmp_path / "c", tree)
     wanted = {None: None, "array": tree, "spec": tc.abstract(tree)}[like]
     found = tc.load(tmp_path / "c", wanted)
-    assert [type(leaf) for leaf in found.values()] == [PlainArray, PlainArray, np.ndarray, Unit]
+    assert [type(leaf) for leaf in found.values()] == [type(leaf) for leaf in tree.values()]
     for name in ("a", "tied"):
         assert (found[name].shape, found[name].dtype, found[name].data) == (array.shape, array.dtype, array.data)
 
@@ -121,9 +128,50 @@ def test_arrays_are_cast_and_sliced(tmp_path, array):
     assert np.frombuffer(found["a"].data).tolist() == list(range(4, 12))
 
 
+def test_arrays_are_ranks_parts_and_go_into_other_formats(tmp_path, array):
+    tc.save(tmp_path / "c", {"a": tc.Sharded(array, (3, 4), (0, 0))})
+    assert isinstance(tc.load(tmp_path / "c")["a"], PlainArray)
+    tc.convert.to_safetensors(tmp_path / "c", tmp_path / "c.safetensors")
+    assert tc.load(tmp_path / "c.safetensors")["a"].tolist() == array.elements.view("f4").tolist()
+
+
 def test_a_library_that_is_not_there_is_named(tmp_path, array, monkeypatch):
-    tc.save(tmp_path / "c", {"a": array, "unit": Unit()})
-    monkeypatch.delitem(sys.modules, "treeckpt._arrays.plain")
-    registry._module.cache_clear()
-    with pytest.raises(tc.MismatchError, match=r"a: expected plain, to load a plain, found no plain in this"):
-        tc.load(tmp_path / "c", {"a": ArraySpec((3, 4), "float32", kind="plain"), "unit": ...})
+    tc.save(tmp_path / "c", {"a": array})
+    monkeypatch.setattr(registry, "_LIBRARIES", {k: v for k, v in registry._LIBRARIES.items() if k != "plain"})
+    registry.add_library(registry._LIBRARIES["numpy"])
+    with pytest.raises(tc.MismatchError, match="a: expected a library for arrays of kind 'plain', found none"):
+        tc.load(tmp_path / "c")
+    assert tc.load(tmp_path / "c", {"a": np.empty((3, 4), "float32")})["a"].tolist()[0] == [0, 1, 2, 3]
+
+
+class Copied(PlainArray):
+    @classmethod
+    def from_numpy(cls, array):
+        return cls(bytearray(array.tobytes()), array.shape, str(array.dtype))
+
+
+def test_a_library_that_copies_is_refused_before_anything_is_read(tmp_path, array):
+    tc.arrays.register("copied", Copied, to_numpy=Copied.to_numpy, from_numpy=Copied.from_numpy)
+    tc.save(tmp_path / "c", {"a": Copied(array.data, array.shape, array.dtype)})
+    with pytest.raises(tc.MismatchError, match="expected from_numpy, or to_numpy of copied to share the memory"):
+        tc.load(tmp_path / "c")
+    with pytest.raises(tc.MismatchError, match="expected to_numpy of twice to share the memory"):
+        tc.arrays.register("twice", Unit, to_numpy=lambda unit: np.arange(12.0), from_numpy=lambda array: Unit())
+        tc.load_into(tmp_path / "c", {"a": Unit()}, cast=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [("torch", PlainArray), ("tensor", PlainArray), ("numpy", PlainArray), ("str", PlainArray), ("a/b", PlainArray),
+     ("", PlainArray), ("mine", np.ndarray), ("mine", "PlainArray")],
+)  # fmt: skip
+def test_a_name_or_class_that_is_taken_or_none_is_refused(name, array):
+    with pytest.raises(tc.TreeckptError, match="register: expected"):
+        tc.arrays.register(name, array, to_numpy=np.asarray, from_numpy=PlainArray.from_numpy)
+
+
+def test_a_registration_that_is_made_again_replaces_itself():
+    for _ in range(2):
+        tc.arrays.register("unit", Unit, to_numpy=np.asarray, from_numpy=PlainArray.from_numpy)
+    with pytest.raises(tc.TreeckptError, match="found 'unit' is"):
+        tc.arrays.register("unit", Unit, to_numpy=np.array, from_numpy=PlainArray.from_numpy)

@@ -388,7 +388,7 @@ def test_device_moves_without_touching_the_source() -> None:
     store = tc.MemoryStore()
     tree = {"w": torch.randn(3), "n": np.arange(3)}
     tc.save(store, tree)
-    for device in ("cpu", "original", None):
+    for device in ("cpu", "original", None, lambda where: where):
         assert same(tc.load(store, device=device)["w"], tree["w"])
         assert same(tc.load(store, {"w": torch.empty(3), "n": np.empty(3, np.int64)}, device=device)["w"], tree["w"])
         on_meta = {"w": torch.empty(3, device="meta"), "n": np.empty(3, np.int64)}

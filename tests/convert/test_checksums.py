@@ -49,9 +49,9 @@ def test_a_changed_bit_of_a_storage_is_named_and_nothing_is_written(tmp_path: Pa
 def test_the_path_in_the_error_can_be_left_out(tmp_path: Path) -> None:
     torch.save({"model": {"w": W, "b": torch.ones(3)}, "half": torch.ones(4).half()}, tmp_path / "file.pt")
     flip_in_file(tmp_path / "file.pt", W, 7)
-    with pytest.raises(tc.CorruptError, match=r"^model/w: .*exclude='model/w'"):
+    with pytest.raises(tc.CorruptError, match=r"^w: .*exclude='w'"):
         convert(tmp_path / "file.pt", tmp_path / "one", subtree="model", dtype="bfloat16")
-    convert(tmp_path / "file.pt", tmp_path / "two", subtree="model", dtype="bfloat16", exclude="model/w")
+    convert(tmp_path / "file.pt", tmp_path / "two", subtree="model", dtype="bfloat16", exclude="w")
     assert list(tc.load(tmp_path / "two")) == ["b"]
 
 

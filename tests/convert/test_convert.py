@@ -260,10 +260,8 @@ def test_the_report_counts_what_was_written(tmp_path: Path, capsys: pytest.Captu
 def test_custom_metadata_that_a_format_does_not_hold_is_named(tmp_path: Path) -> None:
     tc.save(tmp_path / "c", {"w": np.zeros(3)}, custom_metadata={"commit": "1f3a", "metrics": {"loss": 0.5}})
     report = tc.convert.convert(tmp_path / "c", tmp_path / "c.safetensors")
-    assert [str(note) for note in report.notes][-2:] == [
-        "commit: custom metadata becomes no part of it",
-        "metrics: custom metadata becomes no part of it",
-    ]
+    gone = [str(note) for note in report.notes if "custom metadata" in str(note)]
+    assert gone == ["metrics: custom metadata becomes no part of it"], "a text is kept"
     tc.convert.convert(tmp_path / "c", tmp_path / "d")
     assert tc.inspect(tmp_path / "d").metadata == tc.inspect(tmp_path / "c").metadata
 
@@ -291,3 +289,27 @@ def test_a_conversion_with_its_progress_takes_the_containers_that_it_takes_witho
         for name, on_read in (("first", None), ("second", lambda done, _: seen.append(done)))
     )
     assert seen and first.notes == second.notes and first.arrays == second.arrays
+
+
+@pytest.mark.parametrize("to", tc.convert.FORMATS)
+def test_small_arrays_are_read_many_at_a_time(tmp_path: Path, to: str) -> None:
+    tree: dict[str, Any] = {f"w{n}": torch.full((64,), float(n)) for n in range(1500)}
+    tree |= {"tie": tree["w7"], "large": torch.randn(300, 100), "half": torch.ones(3).half(), "empty": torch.ones(0, 2)}
+    tc.save(tmp_path / "one", tree)
+    reads: list[int] = []
+    convert(tmp_path / "one", tmp_path / to, to=to, on_read=lambda done, _: reads.append(done))
+    assert len(reads) < 100, "not one read for each array"
+    back = tc.load(tmp_path / to)
+    assert_same({name: back[name] for name in tree}, tree)
+
+
+def test_of_many_small_arrays_the_damaged_one_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    tc.save(tmp_path / "one", {f"w{n}": torch.full((1 << 13,), float(n + 1)) for n in range(40)})
+    [shard] = (tmp_path / "one").glob("shard*")
+    data = bytearray(shard.read_bytes())
+    data[data.index(torch.full((1 << 13,), 31.0).numpy().tobytes())] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(tc.CorruptError, match=r"^w24, w25, w26 .*checksum"):
+        convert(tmp_path / "one", tmp_path / "new.pt")
+    convert(tmp_path / "one", tmp_path / "new.pt", select=[f"w{n}" for n in range(10)])
+    assert len(torch.load(tmp_path / "new.pt")) == 10

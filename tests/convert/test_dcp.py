@@ -161,3 +161,35 @@ def test_a_missing_or_short_file_is_named(tmp_path: Path) -> None:
     (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:100])
     with pytest.raises(tc.CorruptError, match="whole pickle"):
         convert(path, tmp_path / "one")
+
+
+def _alike() -> dict[str, torch.Tensor]:
+    """Tensors whose archives have one size: of other shapes, strides and dtypes among equal ones."""
+    shapes = [(8, 8), (8, 8), (4, 16), (8, 8), (16, 4), (4, 16)]
+    tensors = {f"w{n}": torch.randn(shape) + n for n, shape in enumerate(shapes)}
+    return tensors | {"i": torch.arange(64, dtype=torch.int32).view(8, 8), "t": torch.randn(8, 8).t()}
+
+
+def test_chunks_whose_archives_have_one_size_are_told_apart(tmp_path: Path) -> None:
+    tensors = _alike()
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "one.pt")
+    for found in (tc.load(tmp_path / "dcp"), torch.load(tmp_path / "one.pt")):
+        assert_same({name: tensor.contiguous() for name, tensor in found.items()},
+                    {name: tensor.contiguous() for name, tensor in tensors.items()})  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["elements", "pickle"])
+def test_a_changed_byte_in_one_of_many_archives_of_one_size_is_found(tmp_path: Path, where: str) -> None:
+    tensors = {f"w{n}": torch.full((8, 8), float(n)) for n in range(1, 6)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "dcp")
+    [file] = (tmp_path / "dcp").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(tensors["w4"].numpy().tobytes())
+    if where == "pickle":
+        at = data.rindex(b"_rebuild_tensor_v2", 0, at)
+    data[at] ^= 1
+    file.write_bytes(data)
+    for call in (tc.load, lambda path: convert(path, tmp_path / "new")):
+        with pytest.raises(tc.CorruptError, match="CRC-32"):
+            call(tmp_path / "dcp")

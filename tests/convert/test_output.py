@@ -186,3 +186,61 @@ def test_every_leaf_of_a_training_state_survives_all_formats_in_a_row(tmp_path: 
         before = name
     back = tc.load(tmp_path / before)
     assert_same({key: back[key] for key in tree}, tree)
+
+
+def test_sidecar_files_come_along_and_none_of_another_content_is_replaced_unless_asked(tmp_path: Path) -> None:
+    files = {"config.json": b'{"n": 1}', "tokenizer.model": bytes(range(256))}
+    tc.save(tmp_path / "one", {"w": torch.ones(2)}, files=files)
+    for to in ("dcp", "safetensors"):
+        report = convert(tmp_path / "one", tmp_path / to, to=to)
+        assert {name: (tmp_path / to / name).read_bytes() for name in files} == files
+        assert set(files) < set(report.files) and not [note for note in report.notes if note.path in files]
+    place = tmp_path / "export"
+    for name in ("f.pt", "f.safetensors"):
+        convert(tmp_path / "one", place / name)  # the second time they are there already
+    assert {name: (place / name).read_bytes() for name in files} == files
+    (place / "config.json").write_text("mine")
+    for dry_run in (True, False):
+        with pytest.raises(tc.CheckpointExists, match=r"config\.json: .*written beside g\.pt, found another one"):
+            convert(tmp_path / "one", place / "g.pt", dry_run=dry_run)
+    assert (place / "config.json").read_text() == "mine" and not (place / "g.pt").exists()
+    convert(tmp_path / "one", place / "g.pt", overwrite=True)
+    assert (place / "config.json").read_bytes() == files["config.json"]
+    assert sorted(path.name for path in place.iterdir()) == sorted([*files, "f.pt", "f.safetensors", "g.pt"])
+
+
+def test_a_sidecar_file_with_a_name_of_the_format_is_named_and_left(tmp_path: Path) -> None:
+    files = {"Model.safetensors": b"x", "PART_000.pt": b"x", "config.json": b"{}"}
+    tc.save(tmp_path / "one", {"w": torch.ones(2)}, files=files)
+    report = convert(tmp_path / "one", tmp_path / "hub", to="safetensors")
+    assert [note.path for note in report.notes if "sidecar" in note.found] == ["Model.safetensors", "PART_000.pt"]
+    assert sorted(path.name for path in (tmp_path / "hub").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_small_files_beside_those_of_another_program_come_along_and_others_are_named(tmp_path: Path) -> None:
+    convert_from = tmp_path / "hub"
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", convert_from, to="safetensors")
+    for name in ("config.json", "tokenizer.model", "weights.gguf", ".hidden"):
+        (convert_from / name).write_bytes(name.encode())
+    report = convert(convert_from, tmp_path / "ours")
+    names = [sidecar.name for sidecar in tc.inspect(tmp_path / "ours").sidecars]
+    assert names == ["config.json", "tokenizer.model"]
+    assert [note.path for note in report.notes if "beside" in note.found] == ["weights.gguf"]
+
+
+def test_sidecar_files_beside_a_file_go_again_where_it_cannot_be_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tc.save(tmp_path / "one", {"w": torch.ones(2)}, files={"config.json": b"{}"})
+    original = Path.replace
+
+    def fails(self: Path, target: Any) -> Any:
+        if Path(target).name == "new.pt":
+            raise OSError(28, "No space left on device")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(tc.TreeckptError, match="No space left"):
+        convert(tmp_path / "one", tmp_path / "export" / "new.pt")
+    assert not list((tmp_path / "export").iterdir())

@@ -237,10 +237,43 @@ def test_files_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
             convert(tmp_path / name, tmp_path / "one")
     with pytest.raises(tc.CheckpointNotFound):
         convert(tmp_path / "nothing.pt", tmp_path / "one")
-    sparse = torch.eye(3).to_sparse()
-    torch.save({"s": sparse}, tmp_path / "sparse.pt")
-    with pytest.raises(tc.TreeError, match=r"s: .*_rebuild_sparse_tensor"):
-        convert(tmp_path / "sparse.pt", tmp_path / "one")
+    torch.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "nested.pt")
+    with pytest.raises(tc.TreeError, match=r"n: .*_rebuild_nested_tensor"):
+        convert(tmp_path / "nested.pt", tmp_path / "one")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+def test_sparse_tensors_of_every_layout_are_read(tmp_path: Path) -> None:
+    dense = torch.eye(4)
+    dense[0, 3] = 7.0
+    tree: dict[str, Any] = {
+        "coo": dense.to_sparse(),
+        "twice": torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (4, 4), check_invariants=True),
+        "hybrid": torch.ones(3, 4).to_sparse(1),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((2, 2)),
+        "parameter": torch.nn.Parameter(dense.to_sparse()),
+        "buffer": torch.nn.Buffer(dense.to_sparse()),
+    }
+    tree["tie"] = tree["coo"]
+    torch.save(tree, tmp_path / "file.pt")
+    assert not convert(tmp_path / "file.pt", tmp_path / "ours").losses
+    for name in ("file.pt", "ours"):
+        found = tc.load(tmp_path / name)
+        for key, value in tree.items():
+            assert type(found[key]) is type(value) and found[key].layout is value.layout, key
+            assert torch.equal(found[key].to_dense(), value.to_dense()) and found[key].dtype == value.dtype, key
+        assert [found[key].is_coalesced() for key in ("coo", "twice")] == [True, False]
+        assert found["tie"] is found["coo"]
+
+
+def test_sparse_tensors_whose_parts_do_not_fit_are_refused(tmp_path: Path) -> None:
+    off = torch.sparse_coo_tensor([[9]], [1.0], (4,), check_invariants=False)
+    torch.save({"s": off}, tmp_path / "off.pt")
+    with pytest.raises(tc.TreeckptError, match=r"s: expected parts of which torch:sparse_coo makes a tensor"):
+        tc.load(tmp_path / "off.pt")
 
 
 @settings(max_examples=60, deadline=None)

@@ -72,6 +72,44 @@ def test_the_rules_of_a_conversion_give_what_those_of_a_load_give(tmp_path: Path
     assert a["x.embed"].data_ptr() == a["head"].data_ptr()
 
 
+@pytest.mark.parametrize("kind", ["treeckpt", "torch", "safetensors", "dcp"])
+def test_select_and_exclude_see_the_names_below_the_subtree_after_the_rules_as_those_of_a_load_do(
+    tmp_path: Path, kind: str
+) -> None:
+    names = {"h.*": "layers.*"}
+    options = {"select": ["layers.*", "head"], "exclude": "layers.*.v", "rename": names, "transforms": RULES}
+    found = _convert_from(kind, tmp_path, _state(), dtype="float16", **options)
+    assert found.keys() == {"head"} | {f"layers.{i}.{w}" for i in (0, 1) for w in "qk"}
+    tc.save(tmp_path / "alone", _state())
+    loaded = tc.load(tmp_path / "alone", **options)
+    assert found.keys() == {name for name, leaf in loaded.items() if leaf is not ...}
+    with pytest.raises(tc.MismatchError, match=r"h\.0\.qkv.*a glob that names some leaf"):
+        tc.convert.convert(tmp_path / "alone", tmp_path / "no", rename=names, select="h.0.qkv")
+
+
+def test_a_part_of_a_chunk_of_dcp_is_compared_with_its_checksum(tmp_path: Path) -> None:
+    tc.save(tmp_path / "ours", {"w": torch.arange(4096.0)})
+    tc.convert.to_dcp(tmp_path / "ours", tmp_path / "dcp")
+    half = R.Split("w", ("a", "_"))
+    tc.convert.to_safetensors(tmp_path / "dcp", tmp_path / "new.safetensors", transforms=half)
+    assert torch.equal(load_file(tmp_path / "new.safetensors")["a"], torch.arange(2048.0))
+    [data_file] = (tmp_path / "dcp").glob("*.distcp")
+    data = bytearray(data_file.read_bytes())
+    data[data.index(np.arange(4096, dtype=np.float32).tobytes()) + 4 * 4000] ^= 1  # in the half that is dropped
+    data_file.write_bytes(data)
+    with pytest.raises(tc.CorruptError, match="CRC-32"):
+        tc.convert.to_safetensors(tmp_path / "dcp", tmp_path / "hub", transforms=half)
+
+
+def test_what_cannot_be_read_is_left_out_by_its_name_after_the_rules(tmp_path: Path) -> None:
+    torch.save({"m": {"w": torch.ones(2), "code": _state}}, tmp_path / "old.pt")
+    names = {"*": "net.*"}
+    with pytest.raises(tc.TreeError, match=r"^net\.code: .*exclude='net\.code'"):
+        tc.convert.convert(tmp_path / "old.pt", tmp_path / "new", subtree="m", rename=names)
+    tc.convert.convert(tmp_path / "old.pt", tmp_path / "new", subtree="m", rename=names, exclude="net.code")
+    assert list(tc.load(tmp_path / "new")) == ["net.w"]
+
+
 def test_a_part_of_an_archives_entry_is_compared_with_its_checksum(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4096.0)}, tmp_path / "old.pt")
     with zipfile.ZipFile(tmp_path / "old.pt") as archive:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import treeckpt as tc
@@ -57,6 +58,36 @@ def test_a_stager_that_stages_asynchronously_gives_both_futures(tmp_path: Path) 
     response.staging_completion.result()
     response.upload_completion.result()
     assert tc.load(tmp_path / "one")["a"].sum() == 9
+
+
+class OwnStager:
+    """A stager that a program has written itself, by the protocol `AsyncStager`."""
+
+    should_synchronize_after_execute = True
+
+    def __init__(self) -> None:
+        self.staged: list[object] = []
+
+    def stage(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.staged.append(state_dict)
+        return {name: tensor.clone() for name, tensor in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("make_stager", [BlockingAsyncStager, OwnStager])
+def test_stagers_of_dcp_and_of_a_program_are_taken(make_stager: Any, tmp_path: Path) -> None:
+    """pytorch-dcp-docs, lines 124-137."""
+    state, stager = {"a": torch.ones(100)}, make_stager()
+    future = treeckpt.dcp.async_save(state, checkpoint_id=tmp_path / "one", async_stager=stager)
+    state["a"].zero_()
+    future.result()
+    assert tc.load(tmp_path / "one")["a"].sum() == 100
+    assert not isinstance(stager, OwnStager) or stager.staged == [state]
 
 
 def test_a_failure_in_the_background_is_the_futures(tmp_path: Path) -> None:

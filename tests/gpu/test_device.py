@@ -82,6 +82,7 @@ def test_every_dtype_and_view_comes_back_to_the_device(tmp_path: Path, device: s
     for found in (
         tc.load(path, device=device),
         tc.load(path, device="original"),
+        tc.load(path, device=lambda where: where),
         tc.load(path, tc.abstract(state)),
         tc.load_async(path, device=device).result(120),
     ):

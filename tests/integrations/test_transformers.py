@@ -194,3 +194,31 @@ def test_experts_of_float8_on_the_hub_are_scaled_and_joined(tmp_path: Path) -> N
     _check_state(fresh.state_dict(), type("Wanted", (), {"state_dict": lambda _: wanted})())
     with pytest.raises(tc.MismatchError, match=r"_proj.weight.*weight_scale_inv.*Dequantize"):
         tc.load(tmp_path / "float8", model.state_dict(), transforms=rules[1:], cast=True, strict="missing")
+
+
+EXPORTS: dict[str, Any] = {
+    "hub": tc.convert.to_safetensors,
+    "alone/model.safetensors": tc.convert.convert,
+    "torch/pytorch_model.bin": tc.convert.to_torch_file,
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_from_pretrained_opens_what_was_exported_with_the_files_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    model = tiny_model("qwen2")
+    model.config.save_pretrained(tmp_path / "files")
+    files = {path.name: path for path in (tmp_path / "files").iterdir()}
+    tc.save(tmp_path / "ours", {"model": model.state_dict(), "step": 3}, files=files)
+    report = EXPORTS[name](tmp_path / "ours", tmp_path / name, subtree="model")
+    assert set(files) < set(report.files)
+    directory = (tmp_path / name).parent if "/" in name else tmp_path / name
+    assert torch.equal(outputs(type(model).from_pretrained(directory)), outputs(model))
+
+
+def test_the_files_of_a_model_come_along_through_all_formats_with_a_directory(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    model.save_pretrained(tmp_path / "theirs")
+    for before, after, to in (("theirs", "ours", "treeckpt"), ("ours", "dcp", "dcp"), ("dcp", "hub", "safetensors")):
+        tc.convert.convert(tmp_path / before, tmp_path / after, to=to)
+    assert tc.read_file(tmp_path / "ours", "config.json") == (tmp_path / "theirs/config.json").read_bytes()
+    assert torch.equal(outputs(type(model).from_pretrained(tmp_path / "hub")), outputs(model))

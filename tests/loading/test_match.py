@@ -43,6 +43,20 @@ def test_what_ranks_have_of_their_own_may_be_shaped_otherwise_on_each(tmp_path: 
     assert found == [{"own": tc.PerRank(list(range(rank))), "n": 1} for rank in range(3)]
 
 
+def test_what_ranks_have_of_their_own_may_have_other_keys_on_each(tmp_path: Path) -> None:
+    def own(rank: int) -> dict[str, Any]:
+        return {"own": tc.PerRank({f"k{n}": np.full(1, rank) for n in range(rank + 1)})}
+
+    on_ranks(2, lambda comm: tc.save(tmp_path / "c", own(comm.rank), comm=comm))
+    for path in (tmp_path / "c", [tmp_path / "c"]):
+        for outcome, rank in zip(
+            on_ranks(2, lambda comm, p=path: tc.load(p, own(comm.rank), comm=comm)), (0, 1), strict=True
+        ):
+            assert outcome.error is None and outcome.value["own"].value == own(rank)["own"].value
+        [_, lacking] = on_ranks(2, lambda comm, p=path: tc.load(p, own(0), comm=comm))
+        assert "own/~rank*/k1" in str(lacking.error)  # that rank has it
+
+
 TREE = {"model": {"w": np.arange(3), "blocks[0]": {"w": np.arange(2)}}, "empty": {}, "step": 1}
 
 

@@ -11,10 +11,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import treeckpt as tc
 import treeckpt.dcp
+from treeckpt.dcp.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
+from treeckpt.dcp.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
 from .registry import Rank, case
 
@@ -175,3 +178,56 @@ def dcp_plan_caching_in_a_group_is_refused_where_one_rank_alone_has_changed(here
     with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
         save({own: torch.full((3 + here.rank % 2,), 1.0)})
     dist.destroy_process_group(group)
+
+
+@case("four")
+def dcp_loads_a_file_of_torch_save_that_one_rank_reads(here: Rank) -> None:
+    """pytorch-dcp-docs, lines 375-383: `BroadcastingTorchSaveReader` with `DynamicMetaLoadPlanner`."""
+    path, whole = here.directory / "broadcast.pt", torch.arange(42.0).reshape(7, 6)
+    if here.rank == 0:
+        torch.save({"w": whole}, path)
+    dist.barrier()
+    target = {"w": distribute_tensor(torch.zeros(7, 6), init_device_mesh("cpu", (4,)), [Shard(0)])}
+    reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
+    treeckpt.dcp.load(target, storage_reader=reader, planner=planner, checkpoint_id=path)
+    assert torch.equal(target["w"].full_tensor(), whole)
+
+
+@case("four")
+def the_way_that_the_error_of_fsdp1_names_resumes_it_and_restores_a_plain_model(here: Rank) -> None:
+    """pytorch-dcp-docs, lines 329-334: FSDP of the first kind, by its sharded state dict."""
+
+    def new_job(*, sharded: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.Linear(300, 7))
+        if sharded:
+            model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        data = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+        model(data).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = new_job()
+    train(model, optimizer, 1)
+    with pytest.raises(tc.TreeError, match=r"treeckpt\.dcp\.state_dict with tc\.save"):
+        tc.training.state(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: ShardedTensor and FSDP of the first kind are deprecated
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        tc.save(here.directory / "fsdp1", {"model": model_state, "optimizer": optimizer_state})
+        again, again_optimizer = new_job()
+        model_state, optimizer_state = get_state_dict(again, again_optimizer)
+        tc.load_into(here.directory / "fsdp1", {"model": model_state, "optimizer": optimizer_state})
+        set_state_dict(again, again_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        plain, plain_optimizer = new_job(sharded=False)
+        tc.training.restore(here.directory / "fsdp1", plain, plain_optimizer, strict="missing")
+        for job in ((model, optimizer), (again, again_optimizer), (plain, plain_optimizer)):
+            train(*job, 2)
+        wanted, resumed = (
+            get_model_state_dict(one, options=StateDictOptions(full_state_dict=True)) for one in (model, again)
+        )
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(wanted[name], resumed[name]) and torch.allclose(wanted[name], tensor)

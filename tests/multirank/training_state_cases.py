@@ -21,6 +21,7 @@ from tests.training.odd_optimizers import KINDS
 from treeckpt import training
 from treeckpt.training._optimizers import optimizer_chain
 
+from . import hfai_cases
 from .layouts import bits, distribute, mesh_of
 from .registry import Case, Rank
 from .training_jobs import Job, Net, arrange, arrangements, close, get_losses, put_losses, train, whole_state
@@ -739,35 +740,9 @@ def a_stage_that_trains_later_goes_back(here: Rank) -> None:
     assert bool(optimizer.state) == (here.rank == 0) and bool(report.cleared) == (here.rank == 1)
 
 
-@case("two train")
-def a_group_of_ranks_saves_in_the_shape_of_hfai(here: Rank) -> None:
-    job = arrange("ddp", 2)
-    train(job, 0, 1)
-    training.save(here.directory / "hfai", job.model, job.optimizer, {"epoch": 2, "own": tc.PerRank(here.rank)})
-    fresh = arrange("plain", 2, seed=7)
-    found = training.load(here.directory / "hfai", fresh.model, fresh.optimizer)
-    assert (found["epoch"], found["own"]) == (2, here.rank)
-    expected, state = whole_state(job), whole_state(fresh)
-    assert all(bits(state[name]) == bits(expected[name]) for name in expected)
-    group = dist.new_group([1])
-    if here.rank == 1:
-        training.save(here.directory / "one", Net(), None, {"epoch": 5}, group)
-        assert training.load(here.directory / "one", group=group)["epoch"] == 5
-    dist.barrier()
-    assert mesh_of(2).size() == 2
-
-
-@case("four train")
-def two_ranks_that_are_not_the_first_save_again_and_again_in_the_shape_of_hfai(here: Rank) -> None:
-    group = dist.new_group([1, 3])
-    if here.rank in (1, 3):
-        for epoch in range(3):
-            others = {"epoch": epoch, "own": tc.PerRank((here.rank, epoch))}
-            report = training.save(here.directory / "hfai pair", Net(), None, others, group)
-            assert report.world == 2
-            found = training.load(here.directory / "hfai pair", Net(), group=group)
-            assert (found["epoch"], found["own"]) == (epoch, (here.rank, epoch))
-    dist.barrier()
+for _phase, _cases in (("two train", hfai_cases.TWO), ("four train", hfai_cases.FOUR)):
+    for _one in _cases:
+        case(_phase)(_one)
 
 
 @case("four train")

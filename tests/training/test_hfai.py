@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import treeckpt as tc
+from tests.helpers.hfai_parts import write_parts
 from tests.helpers.world import errors_of, on_ranks
+from treeckpt import training
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt.training import load, save
 
@@ -184,6 +186,28 @@ def test_ranks_share_large_tensors_by_bytes_and_buffers_are_written_once(tmp_pat
         assert (state["own"], state["n"]) == (own, 1) and same_tensors(state["model"], dict(model.state_dict()))
 
 
+def test_more_ranks_than_rows_save_and_directories_above_are_made(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 64 and 153: a tensor of fewer rows than ranks, and one whose elements are not in a row."""
+    model = nn.Module()
+    model.register_parameter("rows", nn.Parameter(torch.arange(35.0).view(5, 7)))
+    model.register_parameter("turned", nn.Parameter(torch.arange(35.0).view(5, 7).t()))
+    path = tmp_path / "new" / "deep" / "latest.pt"
+    outcomes = on_ranks(8, lambda comm: save(path, model, None, None, comm))
+    assert errors_of(outcomes) == [None] * 8
+    assert same_tensors(dict(load(path)["model"]), dict(model.state_dict()))
+
+
+def test_files_of_two_saves_do_not_mix(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 102-104 and 117: no part of hfai says of which save it is."""
+    shards: list[Path] = []
+    for step in range(2):
+        save(tmp_path / f"{step}", net(step), None, {"step": step})
+        shards += (tmp_path / f"{step}").glob("shard-*")
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(tc.CorruptError, match=r"expected save .*, found save "):
+        load(tmp_path / "1")
+
+
 class Arguments(argparse.Namespace):
     """A class of the program's own, of which only a pickle can be stored."""
 
@@ -209,13 +233,252 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         load(tmp_path / "c", None, torch.optim.SGD(net().parameters()))
     with pytest.raises(tc.MismatchError, match=r"model: .*found strict alone"):
         load(tmp_path / "c", strict=False)
-    with pytest.raises(tc.MismatchError, match="map_location: expected a device or None, found dict"):
-        load(tmp_path / "c", map_location={"cuda:0": "cpu"})
+    with pytest.raises(tc.MismatchError, match="map_location: expected a device, a dict, a function or None"):
+        load(tmp_path / "c", map_location=5)
+    with pytest.raises(tc.MismatchError, match=r"map_location: expected a storage or None of it, found 5"):
+        load(tmp_path / "c", map_location=lambda storage, where: 5)
+    with pytest.raises(tc.MismatchError, match=r"map_location: .* with a model"):
+        load(tmp_path / "c", net(), map_location="cuda")
+    with pytest.raises(tc.MismatchError, match=r"allow_pickle: expected False, with weights_only=True"):
+        load(tmp_path / "c", weights_only=True, allow_pickle=True)
+    with pytest.raises(TypeError, match=r"'encoding' is no option of training.load, nor of training.restore"):
+        load(tmp_path / "c", encoding="latin1")
+    with pytest.raises(tc.MismatchError, match=r"mmap: .*filled in place"):
+        load(tmp_path / "c", net(), mmap=True)
+    with pytest.raises(tc.MismatchError, match="replicas: expected 'same' or 'rank0'"):
+        save(tmp_path / "c", net(), replicas="first")  # pyright: ignore[reportArgumentType]
     with pytest.raises(tc.TreeckptError, match=r"expected a process group of torch.distributed.*found 'world'"):
         save(tmp_path / "c", net(), group="world")
     tc.save(tmp_path / "other", {"a": 1})
-    with pytest.raises(tc.MismatchError, match=r"what training.save wrote"):
+    with pytest.raises(tc.MismatchError, match=r"what training.save or hfai wrote"):
         load(tmp_path / "other")
+
+
+def test_what_a_ported_program_catches_is_raised(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 43-47 and 87-88: the classes of Python that hfai raises."""
+    model = net()
+    save(tmp_path / "c", model)
+    for args in ((model, None, [("a", 1)]), ("model", None, {}), (model, "optimizer", {})):
+        with pytest.raises(TypeError):
+            save(tmp_path / "other", *args)
+    with pytest.raises(ValueError, match="nthreads"):
+        load(tmp_path / "c", nthreads=-1)
+
+
+# the arguments of torch.load ------------------------------------------------------------------------------------------
+def test_map_location_is_that_of_torch_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hfai-dist_ckpt, lines 73 and 96: parts that say another device, as a rank with a GPU writes them."""
+    model, optimizer = _job(0)
+    stepped(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:9")
+        states = {"model": [model.state_dict()], "optimizer": [optimizer.state_dict()]}
+        write_parts(tmp_path / "parts", states, {"acc": torch.ones(2)}, 2)
+    tc.convert.convert(tmp_path / "parts", tmp_path / "ours")
+    seen: list[tuple[str, int]] = []
+
+    def on_host(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        seen.append((location, storage.nbytes()))
+        return storage
+
+    device = torch.device("cpu")
+    for map_location in ("cpu", device, {"cuda:9": "cpu"}, on_host):
+        state = load(tmp_path / "parts", map_location=map_location)
+        assert same_tensors(state["model"], dict(model.state_dict())) and state["acc"].device == device
+        assert same_tensors(state["optimizer"], optimizer.state_dict())
+    assert seen == [("cuda:9", 0)]
+    for map_location in (None, {"cuda:0": "cpu"}, lambda storage, location: None, "cuda:9"):
+        with pytest.raises(tc.MismatchError, match=r"device of torch that is here.*found 'cuda:9'"):
+            load(tmp_path / "parts", map_location=map_location)
+    with pytest.raises(tc.MismatchError, match="cuda:9"):
+        tc.load(tmp_path / "ours", device="original")
+    found = tc.load(tmp_path / "ours", device={"cuda:9": "cpu"}.__getitem__)
+    assert same_tensors(dict(found["model"]), dict(model.state_dict()))
+    save(tmp_path / "own", model)
+    with pytest.raises(tc.MismatchError, match="cuda:3"):
+        load(tmp_path / "own", map_location={"cpu": "cuda:3"})
+
+
+def test_mmap_and_weights_only_are_taken(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 73 and 96. A file that is mapped is read when an element is."""
+    model = net()
+    save(tmp_path / "c", model, None, {"args": Arguments(lr=0.5)}, allow_pickle=True)
+    for weights_only in (None, True, False):
+        with pytest.raises(tc.MismatchError, match="allow_pickle=True"):
+            load(tmp_path / "c", weights_only=weights_only)
+    assert load(tmp_path / "c", weights_only=False, allow_pickle=True)["args"].lr == 0.5
+    save(tmp_path / "d", model)
+    state = load(tmp_path / "d", weights_only=True, mmap=True)
+    assert same_tensors(dict(state["model"]), dict(model.state_dict()))
+    [shard] = (tmp_path / "d").glob("shard-*")
+    with shard.open("r+b") as file:
+        file.seek(-4, 2)  # the file changes, and with it what is mapped
+        file.write(b"\xff\xff\xff\xff")
+    assert not same_tensors(dict(state["model"]), dict(model.state_dict()))
+
+
+# the program as it is -------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_state_dicts_have_the_names_and_plain_tensors_of_the_program(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 34-37 and 139: `module.` and `_orig_mod.` stand where the program has them."""
+    wrapped = nn.DataParallel(net())
+    wrapped.module.first = torch.compile(wrapped.module.first)  # pyright: ignore[reportAttributeAccessIssue]
+    plain = torch.optim.AdamW(net().named_parameters())
+    for model in (wrapped, torch.compile(net()), net()):
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+        save(fname=tmp_path / "c", model=model, optimizer=optimizer, others=None, group=None)
+        state = load(fname=tmp_path / "c", nthreads=2)
+        saved, expected = state["model"], model.state_dict()
+        assert list(saved) == list(expected) and same_tensors(dict(saved), dict(expected))
+        assert all(type(value) is torch.Tensor and not value.requires_grad for value in saved.values())
+        assert saved._metadata.items() <= expected._metadata.items()
+        assert same_tensors(state["optimizer"], optimizer.state_dict()), "names of parameters, too"
+        model.load_state_dict(saved)
+    assert plain.state_dict()["param_groups"][0]["param_names"] == state["optimizer"]["param_groups"][0]["param_names"]
+
+
+def test_the_first_restart_reads_what_hfai_wrote(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 87-133: state dicts, or in place, of one model and of several."""
+    jobs = [_job(0), _job(1)]
+    for job in jobs:
+        stepped(*job)
+    models, optimizers = [list(each) for each in zip(*jobs, strict=True)]
+    for count in (1, 2):
+        path = tmp_path / f"latest{count}.pt"
+        states = {
+            "model": [{f"module.{name}": value for name, value in model.state_dict().items()} for model in models],
+            "optimizer": [optimizer.state_dict() for optimizer in optimizers],
+        }
+        write_parts(path, {key: each[:count] for key, each in states.items()}, {"epoch": 3, "order": [1]}, 2)
+        state = load(path, map_location="cpu")
+        assert (state["epoch"], state["order"]) == (3, [1]) and "__version__" not in state
+        for found, expected in (("model", states["model"]), ("optimizer", states["optimizer"])):
+            several = state[found] if count > 1 else [state[found]]
+            assert all(same_tensors(a, b) for a, b in zip(several, expected[:count], strict=True))
+        fresh = [_job(7) for _ in range(count)]
+        theirs, others = [list(each) for each in zip(*fresh, strict=True)]
+        state = load(path, theirs if count > 1 else theirs[0], others if count > 1 else others[0])
+        assert state["epoch"] == 3
+        for i in range(count):
+            torch.manual_seed(3)
+            losses = run(*fresh[i], 2)
+            again, optimizer = _job(9)
+            again.load_state_dict(models[i].state_dict())
+            optimizer.load_state_dict(optimizers[i].state_dict())
+            torch.manual_seed(3)
+            assert run(again, optimizer, 2) == losses
+
+
+def test_state_dicts_of_any_format_are_those_of_the_program(tmp_path: Path) -> None:
+    model, optimizer = _job(0)
+    stepped(model, optimizer)
+    wrapped = nn.DataParallel(model)
+    tree = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(tree, tmp_path / "file.pt")
+    write_parts(tmp_path / "parts", {"model": [tree["model"]], "optimizer": [tree["optimizer"]]}, {"epoch": 3}, 2)
+    tc.convert.convert(tmp_path / "parts", tmp_path / "converted")
+    tc.save(tmp_path / "tree", tree)
+    for name in ("file.pt", "converted", "tree"):
+        state = load(tmp_path / name)
+        assert same_tensors({**state, "model": dict(state["model"])}, {**tree, "model": dict(tree["model"])})
+        fresh, theirs = _job(1)
+        assert load(tmp_path / name, fresh, theirs)["epoch"] == 3
+        assert same_tensors(dict(fresh.state_dict()), dict(model.state_dict()))
+        assert same_tensors(theirs.state_dict(), optimizer.state_dict())
+    tc.save(tmp_path / "state", training.state(model, optimizer))
+    with pytest.raises(tc.MismatchError, match=r"what training.save or hfai wrote"):
+        load(tmp_path / "state")
+
+
+def test_a_save_beside_the_parts_of_hfai_counts_once_it_is_complete(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 62-66: one that was killed leaves files, and the parts are what is loaded."""
+    model = net()
+    write_parts(tmp_path / "c", {"model": [model.state_dict()], "optimizer": []}, {"epoch": 1}, 2)
+    save(tmp_path / "c", model, None, {"epoch": 2})
+    assert load(tmp_path / "c")["epoch"] == 2
+    (tmp_path / "c" / "index.json").unlink()
+    assert load(tmp_path / "c")["epoch"] == tc.load(tmp_path / "c")["epoch"] == 1
+    save(tmp_path / "c", model, None, {"epoch": 3})
+    assert load(tmp_path / "c")["epoch"] == 3
+
+
+def test_objects_of_the_program_in_hfais_parts_are_named_and_left_out(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 59-61: `others` of hfai may hold anything that pickles."""
+    model = net()
+    write_parts(tmp_path / "c", {"model": [model.state_dict()], "optimizer": []}, {"run": Arguments(lr=1), "n": 1}, 2)
+    with pytest.raises(tc.TreeError, match=r"run: .*Arguments.*exclude='run'"):
+        load(tmp_path / "c", weights_only=False)
+    state = load(tmp_path / "c", exclude="run")
+    assert state["run"] is ... and state["n"] == 1 and same_tensors(state["model"], dict(model.state_dict()))
+    assert training.restore(tmp_path / "c", net(7), strict=True).ignored == ("run", "n")
+
+
+def test_optimizers_may_have_parameters_outside_of_the_models(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 187-192. hfai loses their values, which are saved beside the models here."""
+
+    def job(seed: int) -> tuple[nn.Module, nn.Module, torch.Tensor, list[torch.optim.Optimizer]]:
+        model, head = net(seed), nn.Linear(3, 2)
+        alpha = torch.full((1,), float(seed), requires_grad=True)
+        groups = [{"params": model.parameters()}, {"params": [*head.parameters(), alpha], "lr": 0.5}]
+        return model, head, alpha, [torch.optim.AdamW(groups), torch.optim.SGD([alpha], lr=0.1, momentum=0.9)]
+
+    model, head, alpha, optimizers = job(1)
+    for _ in range(2):
+        (head(model(torch.randn(6, 5))).sum() * alpha).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    report = save(tmp_path / "c", model, optimizers)
+    moments = [v for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    tensors = [*model.state_dict().values(), *head.parameters(), alpha, *moments]
+    assert report.nbytes == sum(tensor.nbytes for tensor in tensors), "each once"
+    state = load(tmp_path / "c")
+    assert list(state["model"]) == list(model.state_dict())
+    assert same_tensors(state["optimizer"], [optimizer.state_dict() for optimizer in optimizers])
+    fresh, other, beta, theirs = job(2)
+    load(tmp_path / "c", fresh, theirs)
+    assert torch.equal(beta, alpha) and beta.requires_grad and beta.is_leaf
+    assert same_tensors(dict(other.state_dict()), dict(head.state_dict()))
+    assert same_tensors([o.state_dict() for o in theirs], [o.state_dict() for o in optimizers])
+    _model, _head, _alpha, [adamw, sgd] = job(3)
+    adamw.load_state_dict(state["optimizer"][0])
+    sgd.load_state_dict(state["optimizer"][1])
+    assert same_tensors(sgd.state_dict(), optimizers[1].state_dict())
+    with pytest.raises(tc.TreeError, match="parameters of the model that is given"):
+        training.state(model, optimizers[0])
+    parts = {"model": [model.state_dict()], "optimizer": [optimizer.state_dict() for optimizer in optimizers]}
+    write_parts(tmp_path / "parts", parts, {}, 2)
+    fresh, other, beta, theirs = job(2)
+    with pytest.raises(tc.MismatchError, match=r"own parameters are not in state dicts: strict=False"):
+        load(tmp_path / "parts", fresh, theirs)
+    load(tmp_path / "parts", fresh, theirs, strict=False)
+    assert beta.tolist() == [2.0] and same_tensors(theirs[1].state_dict(), optimizers[1].state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_buffers_that_are_sparse_are_saved_and_loaded(tmp_path: Path) -> None:
+    """hfai-dist_ckpt, lines 142 and 151: they are saved as wholes, in hfai's parts as here."""
+
+    def make(dense: torch.Tensor) -> nn.Module:
+        model = net()
+        model.register_buffer("coo", dense.to_sparse())
+        model.register_buffer("csr", dense.to_sparse_csr())
+        model.coarse = nn.Parameter(dense.to_sparse())  # pyright: ignore[reportAttributeAccessIssue]
+        return model
+
+    dense = torch.eye(4)
+    dense[0, 3] = 2.0
+    model = make(dense)
+    save(tmp_path / "ours", model)
+    write_parts(tmp_path / "parts", {"model": [model.state_dict()], "optimizer": []}, {}, 2)
+    for name in ("ours", "parts"):
+        fresh = make(dense.t().contiguous())
+        fresh.load_state_dict(load(tmp_path / name)["model"])
+        filled = make(torch.ones(4, 4))
+        load(tmp_path / name, filled)
+        for part in ("coo", "csr", "coarse"):
+            for each in (fresh, filled):
+                found = getattr(each, part)
+                assert torch.equal(found.to_dense(), dense) and found.layout is getattr(model, part).layout, part
 
 
 def test_torch_distributed_is_not_needed(tmp_path: Path) -> None:

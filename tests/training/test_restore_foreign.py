@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.optim.swa_utils
 from safetensors.torch import save_file
+from torch import nn
 
 import treeckpt as tc
 from tests.helpers.hfai_parts import write_parts
@@ -121,6 +123,102 @@ def test_state_dicts_in_memory_are_sent_to_their_file_and_restored_as_the_error_
         training.restore(tmp_path / path, fresh, theirs)
         for mine, other in zip(fresh.parameters(), model.parameters(), strict=True):
             assert same_tensors(theirs.state[mine], optimizer.state[other])
+
+
+# names that wrappers have changed -------------------------------------------------------------------------------------
+class _Migrated(nn.Linear):
+    """A module whose load code depends on the version that was saved."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def _compiled(seed: int) -> nn.Module:
+    model = net(seed)
+    model.first = torch.compile(model.first)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_the_steps_of_wrappers_in_saved_names_are_taken_out(tmp_path: Path) -> None:
+    """As `module.` in what a job under DistributedDataParallel gave to torch.save."""
+    for number, wrap in enumerate((nn.DataParallel, torch.compile, lambda model: nn.DataParallel(_compiled(1)))):
+        model: Any = wrap(net(1))
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        stepped(model, optimizer)
+        path = tmp_path / f"{number}"
+        path.mkdir()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "both.pt")
+        torch.save(model.state_dict(), path / "model.pt")
+        tc.save(path / "ours", {"model": model.state_dict()})
+        for name, options in (("both.pt", {}), ("model.pt", {"under": "model"}), ("ours", {})):
+            fresh = net(2)
+            theirs = torch.optim.AdamW(fresh.parameters())
+            report = training.restore(path / name, fresh, *([theirs] if name == "both.pt" else []), **options)
+            assert report.renamed and not report.missing and not report.unexpected
+            assert same_tensors(list(fresh.state_dict().values()), list(model.state_dict().values()))
+            if name == "both.pt":
+                mine, other = (list(each.state.values()) for each in (theirs, optimizer))
+                assert same_tensors(mine, other)
+        fresh = nn.DataParallel(net(2))
+        training.restore(path / "both.pt", fresh)
+        assert same_tensors(list(fresh.state_dict().values()), list(model.state_dict().values()))
+
+
+def test_a_child_of_a_wrappers_name_keeps_it(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(net(1))
+    for number, model in enumerate((average, nn.DataParallel(average))):
+        torch.save({"model": model.state_dict()}, tmp_path / f"{number}.pt")
+        fresh = torch.optim.swa_utils.AveragedModel(net(2))
+        report = training.restore(tmp_path / f"{number}.pt", fresh)
+        assert same_tensors(fresh.state_dict(), average.state_dict()) and bool(report.renamed) == (model is not average)
+    twice = {f"{step}.{name}": value for step in ("module", "_orig_mod") for name, value in _saved(net(1)).items()}
+    torch.save({"model": twice}, tmp_path / "twice.pt")
+    with pytest.raises(tc.TreeckptError, match=r"first\.weight"):
+        training.restore(tmp_path / "twice.pt", net(2))
+
+
+def test_rules_and_globs_come_before_the_steps_of_wrappers(tmp_path: Path) -> None:
+    model = nn.DataParallel(net(1))
+    torch.save({"model": model.state_dict()}, tmp_path / "a.pt")
+    fresh = net(2)
+    began = _saved(fresh)
+    training.restore(tmp_path / "a.pt", fresh, rename={"model/module.*": "model/*"})
+    assert same_tensors(fresh.state_dict(), model.module.state_dict())
+    fresh = net(2)
+    training.restore(tmp_path / "a.pt", fresh, exclude="model/last.*")
+    assert torch.equal(fresh.last.weight, began["last.weight"])
+    assert torch.equal(fresh.first.weight, model.module.first.weight)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "run.ckpt")
+    other = net(2)
+    training.restore(tmp_path / "run.ckpt", other, from_root=True, rename={"state_dict": "model"})
+    assert same_tensors(other.state_dict(), model.module.state_dict())
+    fresh.add_module("new", nn.Linear(2, 2))
+    with pytest.raises(tc.MismatchError, match=r"2 missing in the checkpoint: model/new\.weight, model/new\.bias"):
+        training.restore(tmp_path / "a.pt", fresh)
+    report = training.restore(tmp_path / "a.pt", nn.ModuleDict({"first": net(2).first}), strict="missing")
+    assert "model/last.weight" in report.unexpected
+
+
+def test_versions_of_modules_follow_the_names_of_wrappers(tmp_path: Path) -> None:
+    saved = nn.DataParallel(nn.Sequential(_Migrated(3, 3)))
+    torch.save({"model": saved.state_dict()}, tmp_path / "a.pt")
+    fresh = nn.Sequential(_Migrated(3, 3))
+    training.restore(tmp_path / "a.pt", fresh)
+    assert fresh[0].seen == 3 and same_tensors(fresh.state_dict(), saved.module.state_dict())
+
+
+def test_each_of_several_sources_has_its_own_names(tmp_path: Path) -> None:
+    model, other = nn.DataParallel(net(1)), net(3)
+    torch.save({"model": model.state_dict()}, tmp_path / "a.pt")
+    torch.save({"model": {"last.weight": other.last.weight.detach()}}, tmp_path / "b.pt")
+    fresh = net(2)
+    training.restore([tmp_path / "a.pt", tmp_path / "b.pt"], fresh)
+    assert torch.equal(fresh.last.weight, other.last.weight)
+    assert torch.equal(fresh.first.weight, model.module.first.weight)
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------

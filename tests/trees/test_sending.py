@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import optree.functools
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,3 +143,12 @@ def test_a_rank_that_fails_to_begin_is_named_on_all(world: int) -> None:
         return caught.value
 
     assert all(list(error.ranks) == [1] for error in on_ranks(world, act))
+
+
+def test_a_partial_of_optree_is_sent_with_its_function() -> None:
+    def act(comm: ThreadComm) -> None:
+        tree = {"f": optree.functools.partial(torch.add, torch.ones(2))} if comm.rank == 0 else None
+        found = _collectives.broadcast(tree, group=ThreadTransport(comm))
+        assert found["f"](1).tolist() == [2, 2]
+
+    on_ranks(2, act)

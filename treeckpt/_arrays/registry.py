@@ -2,7 +2,7 @@
 
 Values of libraries, and texts and bytes too long for an index, are stored and made again here too.
 An adapter's module is imported when the first leaf of its library is found, so a program without torch never imports
-it. Of a library only the name is known here.
+it. Of a library only the name is known here. Libraries from outside are registered as the built-in ones are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,14 +20,17 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from optree import PyTreeSpec
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import ArraySpec
 from .._core.tree.tensor_parts import TensorParts
+from .._core.tree.treespec import KIND as TREESPEC
+from .._core.tree.treespec import decode_treespec, encode_treespec
 from .._core.tree.value_codec import TypedValue, Value, decode_value, encode_value
-from ..errors import CorruptError, FormatError, MismatchError, TreeError
+from ..errors import CorruptError, FormatError, MismatchError, TreeckptError, TreeError
 from .base import (
     Adapter,
     Allocate,
@@ -40,18 +44,88 @@ from .base import (
     raw_dtype,
 )
 
-_LIBRARIES = {"torch": "torch.Tensor", "numpy": "numpy.ndarray"}
-"""The adapters of libraries, and the class of their arrays.
 
-The name of an adapter is that of its module in this package, the `ArraySpec.kind` of its arrays, and what the kinds of
-its stored values begin with. The kinds of arrays without an adapter of their name are torch's.
-"""
-_ADAPTERS = {array: name for name, array in _LIBRARIES.items()} | {
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "sharded_tensor",
-    # by its public name, which is that of its class too
-    "treeckpt.Sharded": "sharded",
-}
-"""The classes of arrays, and the module that is their adapter."""
+class ArrayLibrary(msgspec.Struct, frozen=True):
+    """A class of arrays, and what saves and makes them."""
+
+    name: str
+    """The name of the adapter's module in this package, if it is a module there."""
+    array: str
+    """The module and name of the class."""
+    kinds: tuple[str, ...] = ()
+    """The `ArraySpec.kind`s of which the adapter makes arrays."""
+    package: str = ""
+    """The package whose values are stored by `encode` and `decode` of the module, under kinds that begin so."""
+    adapter: Adapter | None = None
+    """The adapter; None for the module."""
+    given: tuple[Any, ...] = ()
+    """The functions that `register` was given."""
+
+    def get(self) -> Adapter:
+        """Returns the adapter, whose module is imported when it is first asked for."""
+        return self.adapter if self.adapter is not None else cast(Adapter, _module(self.name))
+
+
+_LIBRARIES: dict[str, ArrayLibrary] = {}
+"""The libraries that are registered, by name."""
+
+
+def add_library(library: ArrayLibrary) -> None:
+    """Registers a library: of two for one class, or for one kind, the later one counts."""
+    _LIBRARIES[library.name] = library
+    for known in (adapter_of, _libraries, _is_torch, _by_kind, _cast_error):
+        known.cache_clear()
+
+
+def register(
+    name: str, array: type, *, to_numpy: Callable[[Any], np.ndarray], from_numpy: Callable[[np.ndarray], Any]
+) -> None:
+    """Has arrays of a class saved as arrays, and come back as such: those of a library in this process's memory.
+
+    >>> class Grid:
+    ...     def __init__(self, cells):
+    ...         self.cells = cells
+    >>> def cells_of(grid):
+    ...     return grid.cells
+    >>> tc.arrays.register("grid", Grid, to_numpy=cells_of, from_numpy=Grid)
+    >>> report = tc.save("run/step_00000200", {"g": Grid(np.arange(3))})
+    >>> type(tc.load("run/step_00000200")["g"]).__name__, tc.load("run/step_00000200")["g"].cells
+    ('Grid', array([0, 1, 2]))
+
+    Args:
+        name: of the library, which checkpoints keep: the `kind` of `tc.ArraySpec`s of its arrays.
+        array: the class; its subclasses count too.
+        to_numpy: returns the elements of an array, as one of numpy in the same memory.
+        from_numpy: returns an array of the class that uses the memory of one of numpy, which is filled afterwards.
+
+    Raises:
+        TreeckptError: the name is taken, or the class is that of a library already.
+    """
+    free = isinstance(name, str) and re.fullmatch(r"[A-Za-z][\w.-]*", name) and name not in (*_BLOB_KINDS, "refused")
+    if not free or not isinstance(array, type):
+        expected = "a name of letters, digits and _ . -, and the class of the arrays"
+        raise TreeckptError("register", expected=expected, found=f"{name!r:.80} and {array!r:.80}")
+    from .host_library import HostLibrary
+
+    library = ArrayLibrary(
+        name,
+        _class_name(array),
+        (name,),
+        adapter=HostLibrary(name, to_numpy, from_numpy),
+        given=(array, to_numpy, from_numpy),
+    )
+    for known in _LIBRARIES.values():
+        if known.name != name and name not in known.kinds and known.array != library.array:
+            continue
+        # defined again, as by a cell of a notebook that is run again
+        again = [_class_name(one) for one in known.given] == [_class_name(one) for one in library.given]
+        if known.name != name or not again:
+            raise TreeckptError("register", expected="a library that is not registered", found=f"{known.name!r} is")
+    add_library(library)
+
+
+def _class_name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @lru_cache(maxsize=8)
@@ -62,16 +136,22 @@ def _module(name: str) -> ModuleType:
 @lru_cache(maxsize=1024)
 def adapter_of(kind: type) -> Adapter | None:
     """Returns the adapter of a class of arrays; None for other classes."""
-    names = (_ADAPTERS.get(f"{base.__module__}.{base.__qualname__}") for base in kind.__mro__)
-    name = next(filter(None, names), None)
-    return None if name is None else cast(Adapter, _module(name))
+    by_class = {library.array: library for library in _LIBRARIES.values()}
+    library = next(filter(None, (by_class.get(_class_name(base)) for base in kind.__mro__)), None)
+    return None if library is None else library.get()
 
 
 @lru_cache(maxsize=1024)
 def _libraries(kind: type) -> frozenset[str]:
-    """Returns the libraries that define a class or its base classes."""
+    """Returns the libraries with values that define a class or its base classes."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    return frozenset(name for name, array in _LIBRARIES.items() if array.partition(".")[0] in packages)
+    return frozenset(library.name for library in _LIBRARIES.values() if library.package in packages)
+
+
+@lru_cache(maxsize=64)
+def _by_kind(kind: str) -> ArrayLibrary | None:
+    """Returns the library that makes arrays of a kind; None where none does."""
+    return next((library for library in _LIBRARIES.values() if kind in library.kinds), None)
 
 
 # tensors that are made of others --------------------------------------------------------------------------------------
@@ -173,12 +253,19 @@ def abstract_of(leaf: object, path: str, rank: int) -> ArraySpec | None:
 
 
 def library_of(spec: ArraySpec) -> Adapter:
-    """Returns the adapter that creates arrays of the spec's kind."""
-    return cast(Adapter, _module(_name_of(spec)))
+    """Returns the adapter that creates arrays of the spec's kind.
 
-
-def _name_of(spec: ArraySpec) -> str:
-    return spec.kind if spec.kind in _LIBRARIES else "torch"
+    Raises:
+        MismatchError: no library of this kind is registered.
+    """
+    if (library := _by_kind(spec.kind)) is None:
+        raise MismatchError(
+            "",
+            expected=f"a library for arrays of kind {spec.kind!r:.80}",
+            found="none",
+            hint="Import what registers it (treeckpt.arrays.register), or pass like= with arrays of another library",
+        )
+    return library.get()
 
 
 def target_of(leaf: object, path: str, rank: int) -> ArrayTarget | None:
@@ -259,7 +346,7 @@ def check_cast(spec: ArraySpec, saved: str, path: str) -> None:
     Raises:
         MismatchError: neither the library nor ml_dtypes can cast them.
     """
-    error = _cast_error(_name_of(spec), saved, spec.dtype)
+    error = _cast_error(spec.kind, saved, spec.dtype)
     if error is not None:
         raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
 
@@ -274,7 +361,9 @@ def check_library(spec: ArraySpec, path: str) -> Adapter:
         adapter = library_of(spec)
         adapter.known_dtype(spec.dtype)
     except ImportError as error:
-        name = _name_of(spec)
+        library = _by_kind(spec.kind)
+        assert library is not None, "its module is not there"
+        name = library.name
         raise MismatchError(
             path,
             expected=f"{name}, to load a {spec.kind}",
@@ -345,8 +434,10 @@ def is_same_value(first: object, second: object, path: str = "") -> bool:
 
 
 def encode_of_library(value: object) -> TypedValue | None:
-    """Stores a value of a library whose adapter has `encode` and `decode`."""
-    found = (getattr(_module(name), "encode", None) for name in _libraries(type(value)))
+    """Stores a `PyTreeSpec`, and a value of a library whose adapter has `encode` and `decode`."""
+    if type(value) is PyTreeSpec:
+        return encode_treespec(value)
+    found = (getattr(_LIBRARIES[name].get(), "encode", None) for name in _libraries(type(value)))
     return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
 
 
@@ -360,6 +451,8 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
         return value
 
     def extra(typed: TypedValue) -> object:
+        if typed.kind == TREESPEC:
+            return decode_treespec(typed, resolve, resolve_function if allow_pickle else None)
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
         if typed.kind == "refused":
@@ -372,7 +465,8 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
 def decode_of_library(typed: TypedValue) -> Any:
     """Returns the value of a library whose adapter has `encode` and `decode`; raises LookupError for other kinds."""
     name = typed.kind.partition(".")[0]
-    restore = getattr(_module(name), "decode", None) if name in _LIBRARIES else None
+    library = _LIBRARIES.get(name)
+    restore = getattr(library.get(), "decode", None) if library is not None and library.package else None
     if restore is None:
         raise LookupError(typed.kind)
     return restore(typed)
@@ -421,15 +515,26 @@ def resolve(name: str) -> type:
     Raises:
         LookupError: there is no such class in this process.
     """
+    found: Any = resolve_function(name)
+    if not issubclass(type(found), type):
+        raise LookupError(name)
+    return found
+
+
+def resolve_function(name: str) -> object:
+    """Returns the class or function `module:qualname` as `resolve` does."""
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     known: Any = object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
-    for part in qualname.split("."):
+    *classes, last = qualname.split(".")
+    for part in classes:
         found = known.get(part)
         if not issubclass(type(found), type):
             raise LookupError(name)
         known = type.__getattribute__(found, "__dict__")
-    return found
+    if last not in known:
+        raise LookupError(name)
+    return known[last]
 
 
 # blobs: texts and bytes that are too long for an index, saved and read as an array, uint8[n] --------------------------
@@ -438,6 +543,7 @@ MAX_VALUE_NBYTES = 4096
 """The bytes of a text in UTF-8, or of bytes, up to which they are stored in the index."""
 BLOB_TYPES = (bytes, bytearray, str, io.BytesIO)
 Blob = bytes | bytearray | str | io.BytesIO
+_BLOB_KINDS = tuple(kind.__name__ for kind in BLOB_TYPES)
 # a text of Python may hold lone surrogates, which strict UTF-8 refuses
 _TEXT = ("utf-8", "surrogatepass")
 _POSITION = "<Q"
@@ -486,3 +592,12 @@ def blob_value(data: memoryview, kind: str, path: str) -> Blob:
         return str(data, *_TEXT)
     except UnicodeDecodeError as error:
         raise CorruptError(path, expected="a text in UTF-8", found=f"{error}"[:200]) from error
+
+
+# the libraries that are there -----------------------------------------------------------------------------------------
+
+add_library(ArrayLibrary("torch", "torch.Tensor", ("tensor", "parameter", "buffer"), package="torch"))
+add_library(ArrayLibrary("numpy", "numpy.ndarray", ("numpy",), package="numpy"))
+add_library(ArrayLibrary("sharded_tensor", "torch.distributed._shard.sharded_tensor.api.ShardedTensor"))
+# by its public name, which is that of its class too
+add_library(ArrayLibrary("sharded", "treeckpt.Sharded"))

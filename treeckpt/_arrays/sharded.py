@@ -16,6 +16,7 @@ import msgspec
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region, flat_regions
+from .._core.tree.containers import new_instance, register_mark
 from .._core.tree.spec import ArraySpec
 from ..errors import LayoutError, TreeError
 from .base import Adapter, Allocate, ArraySource, ArrayTarget, FlatRangeArray, SourcePiece, TargetPiece
@@ -92,6 +93,19 @@ class Sharded:
     def identity(self) -> tuple[object, ...]:
         """A key that is equal for leaves that consist of the same objects."""
         return (*map(id, self.locals), self.global_shape, self.offset)
+
+
+def _flatten_pieces(leaf: Sharded) -> tuple[Any, ...]:
+    return leaf.locals, (leaf.several, leaf.global_shape, leaf.offset), tuple(range(len(leaf.locals)))
+
+
+def _unflatten_pieces(auxiliary: Any, locals_: Any) -> object:
+    several, *others = auxiliary
+    local = tuple(locals_) if several else locals_[0]
+    return new_instance(Sharded, ("local", "global_shape", "offset"), (local, *others))
+
+
+register_mark(Sharded, _flatten_pieces, _unflatten_pieces)
 
 
 def _listed(numbers: Any) -> Any:

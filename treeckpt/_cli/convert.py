@@ -40,7 +40,7 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("--memory", default="64MiB", metavar="BYTES", help="buffers, at most (default: 64MiB)")
     parser.add_argument("--select", action="append", metavar="GLOB", help="only these paths, and what is below them")
     parser.add_argument("--exclude", action="append", metavar="GLOB", help="not these paths, and what is below them")
-    parser.add_argument("--subtree", default="", metavar="PATH", help="what is below this path is the tree")
+    parser.add_argument("--subtree", default="", metavar="PATH", help="the tree, where all names begin")
     parser.add_argument("--lossy", action="store_true", help="go without what the format cannot hold")
     parser.add_argument("--overwrite", action="store_true", help="replace a file, or a treeckpt checkpoint")
     parser.add_argument("--step", type=int, help="of training, to be kept in a treeckpt checkpoint")

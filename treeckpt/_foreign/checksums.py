@@ -190,13 +190,14 @@ class ArchiveChecksums:
 
     def sum_of(self, window: FileRange, crc: int, name: str) -> EntryChecksum:
         """Returns the checksum of an entry: the same, however often its archive is opened."""
+        label = window.label
         with self._lock:
-            entry = self._sums.get((window.label, window.start))
+            entry = self._sums.get((label, window.start))
             if entry is None:
-                entry = self._sums[window.label, window.start] = EntryChecksum(window, crc, name)
+                entry = self._sums[label, window.start] = EntryChecksum(window, crc, name)
                 self._entries.append(entry)
                 if not entry.sound:
-                    bisect.insort(self._by_file.setdefault(window.label, []), entry, key=_start_of)
+                    bisect.insort(self._by_file.setdefault(label, []), entry, key=_start_of)
             return entry
 
     def take_range(self, file: str, start: int, data: memoryview) -> None:

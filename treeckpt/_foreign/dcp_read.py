@@ -25,11 +25,21 @@ from .._io.storage.foreign_formats import DCP_METADATA, PADDLE_METADATA
 from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, CorruptError, FormatError
 from .checksums import ArchiveChecksums
-from .files import FileRange, Open, elements_of, from_boxes, memory_array, range_of, store_window, strided_array
+from .files import (
+    FileRange,
+    Open,
+    elements_of,
+    flat_of,
+    from_boxes,
+    memory_array,
+    range_of,
+    store_window,
+    strided_array,
+)
 from .pickle_reader import UnbuiltObject, brief, read_pickle
 from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
 from .safetensors_read import read_safetensors
-from .torch_read import read_torch
+from .torch_read import entry_places, read_torch
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
@@ -56,6 +66,58 @@ def place_key(*parts: Any) -> str:
     return f"{parts}"
 
 
+SMALL_NBYTES = 64 << 10
+"""Bytes of an archive, at most, that is compared with others of its size."""
+
+
+class ChunkForm(msgspec.Struct, frozen=True):
+    """What the archives of chunks of one shape and dtype have in common: all but the contents of entries like storages.
+
+    The pickle and the byte order are among it: an archive that has it holds an array of the same spec.
+    """
+
+    fixed: tuple[tuple[int, bytes], ...]
+    """The bytes that are equal, with their places in the archive."""
+    crc: int
+    """The place of the CRC-32 of the elements."""
+    start: int
+    nbytes: int
+    """The place and the number of the bytes of the elements."""
+    name: str
+    spec: ArraySpec
+
+    def chunk(self, window: FileRange, sums: ArchiveChecksums) -> LazyArray | None:
+        """Returns the array in an archive; None where the archive is another one."""
+        data = window.read(0, window.size).tobytes()
+        if any(data[place : place + len(part)] != part for place, part in self.fixed):
+            return None
+        elements = window.within(self.start, self.nbytes)
+        entry = sums.sum_of(elements, int.from_bytes(data[self.crc : self.crc + 4], "little"), self.name)
+        entry.is_storage = True
+        flat = flat_of(entry.read, dtype_of(self.spec.dtype).itemsize)
+        return strided_array(self.spec, flat, 0, None, entry.address, window=elements)
+
+
+def form_of(window: FileRange, chunk: LazyArray, sums: ArchiveChecksums) -> ChunkForm | None:
+    """Returns the form of an archive that was read; None where its array is not all of one entry in C order."""
+    elements, entry = range_of(chunk), sums.note("", chunk)
+    if elements is None or entry is None or (entry.window.start, entry.window.size) != (elements.start, elements.size):
+        return None
+    start, crc = elements.start - window.start, 0
+    free: list[tuple[int, int]] = []
+    for place in entry_places(window):
+        if not place.is_read:
+            free += [(place.start, place.nbytes), *((one, 4) for one in (place.crc, *place.copies))]
+        if place.start == start and place.nbytes == elements.size:
+            crc = place.crc
+    data, fixed, reached = window.read(0, window.size).tobytes(), list[tuple[int, bytes]](), 0
+    for gap, size in sorted(free):
+        fixed.append((reached, data[reached:gap]))
+        reached = gap + size
+    fixed.append((reached, data[reached:]))
+    return ChunkForm(tuple(fixed), crc, start, elements.size, entry.name, chunk.spec)
+
+
 class DcpDirectory:
     """What `.metadata` says of where things lie."""
 
@@ -76,6 +138,8 @@ class DcpDirectory:
             if type(name) is not str:
                 raise FormatError(self.label, expected="names that are texts", found=brief(name))
             self.places[place_key(name, None if offset is None else sizes_of(offset, self.label))] = info
+        self._forms: dict[int, ChunkForm] = {}
+        """The form of the last archive of each size."""
         # a chunk is read box by box: its archive is looked through once
         self._chunk = lru_cache(maxsize=REMEMBERED_ARCHIVES)(self._read_chunk)
 
@@ -103,9 +167,14 @@ class DcpDirectory:
 
     def _read_chunk(self, name: str, offset: tuple[int, ...]) -> LazyArray:
         window = self.window(name, offset)
-        chunk = read_torch(window, self.sums)
-        if not isinstance(chunk, LazyArray):
-            raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(chunk).__name__}")
+        form = self._forms.get(window.size)
+        chunk = form.chunk(window, self.sums) if form is not None else None
+        if chunk is None:
+            chunk = read_torch(window, self.sums)
+            if not isinstance(chunk, LazyArray):
+                raise FormatError(f"{name}: {window.label}", expected="a tensor", found=f"{type(chunk).__name__}")
+            if window.size <= SMALL_NBYTES and (form := form_of(window, chunk, self.sums)) is not None:
+                self._forms[window.size] = form
         self.sums.note(name, chunk)
         return chunk
 

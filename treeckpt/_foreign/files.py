@@ -83,7 +83,7 @@ class ForeignStore(WrappedStore):
     """The files that another program wrote, in any store, and arrays that are computed when they are read.
 
     Args:
-        kind: the format, one of `FOREIGN`.
+        kind: the format, one of `foreign_checkpoint.READERS`.
         file: the one file that is meant; empty for the whole directory.
     """
 
@@ -163,14 +163,11 @@ def foreign_at(path: Any) -> ForeignStore | None:
         place = newest_of_recis(place)
         kind, names = format_at(place)
         store = LocalStore(place if names is not None else place.parent, follow_links=True)
-    # shards without an index are a checkpoint of ours too, though they are valid safetensors
-    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or any(map(parse_shard_name, names or ())):
+    # shards without an index are valid safetensors, but ours; beside other files they are what a dead save has left
+    own = kind == "safetensors" and any(map(parse_shard_name, names or ()))
+    if kind in (None, "pickle") or INDEX_NAME in (names or ()) or own:
         return None
     return ForeignStore(store, kind, "" if place is None or names is not None else place.name)
-
-
-FOREIGN = ("torch", "dcp", "safetensors", "hfai", "paddle", "recis")
-"""Formats of other programs that can be read."""
 
 
 class ForeignTree(msgspec.Struct, frozen=True):

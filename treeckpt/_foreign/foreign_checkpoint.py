@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,8 @@ class ForeignCheckpoint(Checkpoint):
     def __init__(self, store: ForeignStore, *, alone: bool = False) -> None:
         super().__init__(store)
         self._files, self.kind, self.url = store, store.kind, store.label
+        self.is_file = bool(store.file)
+        """Whether one file of its directory is meant."""
         self.sums = ArchiveChecksums(alone=alone)
 
     @cached_property
@@ -121,7 +123,7 @@ class ForeignCheckpoint(Checkpoint):
             CheckpointNotFound, FormatError, CorruptError: the state of the files, or an array that no library takes.
         """
         refused: list[RefusedLeaf] = []
-        read = _read_tree(self._files, self.sums, refused)
+        read = READERS[self.kind](self._files, self.sums, refused)
         unread = read.unread if self._files.file else (*read.unread, *other_formats(self.sizes, self.kind))
         structure, leaves = flatten(read.tree)
         made: dict[int, LazyArray] = {}
@@ -201,36 +203,66 @@ def _with_table(structure: Structure, keys: Sequence[str], spec: TableSpec) -> N
     return DictNode(structure.keys, tuple(children))
 
 
-def _read_tree(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
-    """Calls the reader of a format, which is imported here: each takes as long as all the rest of a load.
+Read = Callable[[ForeignStore, ArchiveChecksums, "list[RefusedLeaf]"], ForeignTree]
+"""Reads the files of a format; the list receives leaves that only their own code could make, which become `...`."""
+READERS: dict[str, Read] = {}
+"""What reads each format of other programs. Modules of readers are imported by their first call: each takes as long
+as all the rest of a load."""
 
-    Args:
-        refused: receives leaves that only their own code could make, which become `...`.
 
-    Raises:
-        CheckpointNotFound, FormatError, CorruptError: the state of the files.
-    """
-    if store.kind == "safetensors":
-        from .safetensors_read import read_safetensors, read_sharded
+def add_reader(kind: str) -> Callable[[Read], Read]:
+    """Registers a function as the reader of a format, which `foreign_formats.add_format` has recognised."""
 
-        read = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
-        # `format` names the library that the file was written for
-        metadata = {key: text for key, text in read.metadata.items() if key != "format"}
-        return ForeignTree(dict(read.tree), metadata, read.unread)
-    if store.kind in ("dcp", "paddle"):
-        from .dcp_read import read_dcp, read_paddle
+    def add(read: Read) -> Read:
+        READERS[kind] = read
+        return read
 
-        is_dcp = store.kind == "dcp"
-        return ForeignTree(read_dcp(store, sums, refused) if is_dcp else read_paddle(store, store.file))
-    if store.kind == "recis":
-        from .recis_read import read_recis
+    return add
 
-        return read_recis(store, sums, refused)
-    from .torch_read import read_hfai, read_torch
 
-    if store.kind == "hfai":
-        return ForeignTree(read_hfai(store, sums, refused))
+@add_reader("torch")
+def _read_torch(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .torch_read import read_torch
+
     return ForeignTree(read_torch(store_window(store, store.file), sums, refused))
+
+
+@add_reader("dcp")
+def _read_dcp(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .dcp_read import read_dcp
+
+    return ForeignTree(read_dcp(store, sums, refused))
+
+
+@add_reader("safetensors")
+def _read_safetensors(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .safetensors_read import read_safetensors, read_sharded
+
+    read = ForeignTree(*read_safetensors(store_window(store, store.file))) if store.file else read_sharded(store)
+    # `format` names the library that the file was written for
+    metadata = {key: text for key, text in read.metadata.items() if key != "format"}
+    return ForeignTree(dict(read.tree), metadata, read.unread)
+
+
+@add_reader("recis")
+def _read_recis(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .recis_read import read_recis
+
+    return read_recis(store, sums, refused)
+
+
+@add_reader("hfai")
+def _read_hfai(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .torch_read import read_hfai
+
+    return ForeignTree(read_hfai(store, sums, refused))
+
+
+@add_reader("paddle")
+def _read_paddle(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .dcp_read import read_paddle
+
+    return ForeignTree(read_paddle(store, store.file))
 
 
 def _check_shape(spec: ArraySpec, path: str, label: str) -> None:

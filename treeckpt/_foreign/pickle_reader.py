@@ -265,6 +265,16 @@ class _PickleStream:
             raise ValueError(f"{count} bytes are announced, {size} are left")
         self._buffer, self._first = self._window.read(self._at, size).tobytes(), self._at
 
+    def ahead(self) -> tuple[bytes, int]:
+        """Returns the buffer, and the place in it of what is read next; bytes follow, but at the end of the file."""
+        if self._at - self._first >= len(self._buffer) and self._at < self._window.size:
+            self._fill(1)
+        return self._buffer, self._at - self._first
+
+    def skip(self, count: int) -> None:
+        """Goes on behind bytes that were taken from the buffer."""
+        self._at += count
+
     def readline(self) -> bytes:
         line = bytearray()
         while not line.endswith(b"\n") and self._at < self._window.size:
@@ -289,14 +299,11 @@ def read_pickle(
     """
     budget = StepBudget(window.label)
     machine = _PickleMachine(constructors, persistent, budget)
-    stream: Any = _PickleStream(window, budget)
-    steps = 0
+    stream = _PickleStream(window, budget)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in the texts of the oldest protocol
-            for opcode, argument, _ in pickletools.genops(stream):
-                steps += 1
-                machine.step(opcode.name, argument)
+            steps = machine.run(stream)
         [value] = machine.stack
     except TreeckptError:
         raise
@@ -316,6 +323,19 @@ _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError
 """Errors of constructors for arguments that they do not accept: they concern one value, not the whole file."""
 
 
+def _next(stream: Any) -> tuple[Any, Any]:
+    """Returns the next instruction of a stream, and its argument.
+
+    Raises:
+        ValueError: there is none.
+    """
+    code = stream.read(1)
+    opcode = _OPCODES.get(code)
+    if opcode is None:
+        raise ValueError(f"an unknown instruction {code!r}" if code else "the pickle ends without STOP")
+    return opcode, opcode.arg.reader(stream) if opcode.arg is not None else None
+
+
 class _PickleMachine:
     """A stack, as pickles are written for; each instruction is one `step`."""
 
@@ -326,6 +346,41 @@ class _PickleMachine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+
+    def run(self, stream: _PickleStream) -> int:
+        """Executes the instructions of a pickle up to its end; returns their number.
+
+        Raises:
+            KeyError: one that checkpoints do not need.
+        """
+        steps, name = 0, ""
+        while name != "STOP":
+            steps += self._run_ahead(stream)
+            opcode, argument = _next(stream)
+            name = opcode.name
+            steps += 1
+            self.step(name, argument)
+        return steps
+
+    def _run_ahead(self, stream: _PickleStream) -> int:
+        """Executes instructions that lie in the buffer of a stream and have a short argument; returns their number."""
+        data, start = stream.ahead()
+        at, end, steps = start, len(data), 0
+        budget, before = self.budget, self.budget.nbytes - start
+        while at + 1 < end and (quick := _QUICK[data[at]]) is not None:
+            size, execute = quick
+            first = at + 1
+            if size < 0:  # so many bytes have the number of those that follow
+                first -= size
+                size = int.from_bytes(data[at + 1 : first], "little")
+            if first + size > end:
+                break
+            at = first + size
+            budget.nbytes = before + at
+            execute(self, data[first:at] if size else b"")
+            steps += 1
+        stream.skip(at - start)
+        return steps
 
     def step(self, name: str, argument: Any) -> None:
         """Executes one instruction.
@@ -350,8 +405,12 @@ class _PickleMachine:
         if count is None:
             items, self.stack = self.stack, self.marks.pop()
             return items
-        items = [self.stack.pop() for _ in range(count)]
-        return items[::-1]
+        kept = len(self.stack) - count
+        if kept < 0:
+            raise IndexError("pop from empty list")
+        items = self.stack[kept:]
+        del self.stack[kept:]
+        return items
 
     def _move(self, name: str, argument: Any) -> None:
         """Executes an instruction of the stack, the marks or the memo."""
@@ -532,3 +591,79 @@ _APPLIED: dict[str, tuple[int | None, Callable[[_PickleMachine, list[Any]], None
     "POP_MARK": (None, _PickleMachine.drop),
 }
 """Other instructions with operands."""
+
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+
+
+def _quick_put(machine: _PickleMachine, argument: bytes) -> None:
+    machine.memo[int.from_bytes(argument, "little")] = machine.stack[-1]
+
+
+def _quick_get(machine: _PickleMachine, argument: bytes) -> None:
+    machine.stack.append(machine.memo[int.from_bytes(argument, "little")])
+
+
+def _quick_text(machine: _PickleMachine, argument: bytes) -> None:
+    machine.stack.append(str(argument, "utf-8", "surrogatepass"))
+
+
+def _quick_int(machine: _PickleMachine, argument: bytes) -> None:
+    # of four bytes with a sign, of fewer without
+    machine.stack.append(int.from_bytes(argument, "little", signed=len(argument) == 4))
+
+
+def _quick_tuple(count: int) -> Callable[[_PickleMachine, bytes], None]:
+    def execute(machine: _PickleMachine, _: bytes) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            raise IndexError("a tuple of more than there is")
+        stack[-count:] = [tuple(stack[-count:])]
+
+    return execute
+
+
+def _quick_mark(machine: _PickleMachine, _: bytes) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _quick_memoize(machine: _PickleMachine, _: bytes) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _quick_built(count: int | None, build: Callable[[list[Any]], Any]) -> Callable[[_PickleMachine, bytes], None]:
+    def execute(machine: _PickleMachine, _: bytes) -> None:
+        value = build(machine.take(count))  # replaces the stack if it is marked
+        machine.stack.append(value)
+
+    return execute
+
+
+def _quick_applied(
+    count: int | None, apply: Callable[[_PickleMachine, list[Any]], None]
+) -> Callable[[_PickleMachine, bytes], None]:
+    return lambda machine, _: apply(machine, machine.take(count))
+
+
+_Quick = tuple[int, Callable[[_PickleMachine, bytes], None]]
+_QUICK_BY_NAME: dict[str, _Quick] = {
+    "BINPUT": (1, _quick_put),
+    "LONG_BINPUT": (4, _quick_put),
+    "BINGET": (1, _quick_get),
+    "LONG_BINGET": (4, _quick_get),
+    "BININT": (4, _quick_int),
+    "BININT1": (1, _quick_int),
+    "BININT2": (2, _quick_int),
+    "SHORT_BINUNICODE": (-1, _quick_text),
+    "BINUNICODE": (-4, _quick_text),
+    **{f"TUPLE{count}": (0, _quick_tuple(count)) for count in (1, 2, 3)},
+    **{name: (0, _quick_built(*built)) for name, built in _BUILT.items() if built[0] is None or not built[0]},
+    **{name: (0, _quick_applied(*applied)) for name, applied in _APPLIED.items()},
+    "MARK": (0, _quick_mark),
+    "MEMOIZE": (0, _quick_memoize),
+}
+"""Instructions, with what executes them and the bytes of their argument: -1 or -4 where so many give their number."""
+_QUICK: list[_Quick | None] = [None] * 256
+"""The same by the byte of the instruction."""
+for _opcode in pickletools.opcodes:
+    _QUICK[ord(_opcode.code)] = _QUICK_BY_NAME.get(_opcode.name)

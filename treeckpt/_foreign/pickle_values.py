@@ -31,6 +31,7 @@ from .._core.tree.containers import DEFAULT_FACTORIES
 from .._core.tree.dict_attributes import encode_attributes
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import MAX_DEPTH, check_stack, child_path
+from .._core.tree.tensor_parts import TensorParts
 from .._core.tree.value_codec import BUFFERS, NAMESPACES, decode_path, new_buffer, new_namespace
 from ..errors import CorruptError, FormatError, TreeckptError, TreeError
 from .files import flat_array
@@ -376,7 +377,7 @@ class _TreeBuilder:
             elif (refused := self.made[id(node)][2]) is not None:
                 self._refuse(path, refused.what, refused.why)
             return self.made[id(node)][1]
-        if kind in _PLAIN or isinstance(node, (LazyArray, np.ndarray)) or encodable(node):
+        if kind in _PLAIN or isinstance(node, (LazyArray, TensorParts, np.ndarray)) or encodable(node):
             return node
         return self._refuse(path, brief(node), _HELD)
 

@@ -1,12 +1,13 @@
 """safetensors: one file, or a directory with `model.safetensors.index.json`, as Hugging Face has them.
 
-Names are flat. A name that `__metadata__` gives for another one is a tie, as
-`safetensors.torch.save_model` writes them.
+Names are flat. The metadata has ties: those that treeckpt writes under one key (`TIES`), and those of
+`safetensors.torch.save_model`. What the library of safetensors refuses is refused.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -23,18 +24,33 @@ from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, CorruptError, FormatError, TreeckptError
 from .files import FileRange, ForeignTree, flat_array, new_address, store_window
 
-MAX_HEADER = 100 << 20
+MAX_HEADER = 100_000_000
 """Bytes of a header, at most; it is the limit of safetensors itself."""
+METADATA = "__metadata__"
+"""The key of a header that is no tensor's."""
+TIES = "treeckpt.ties"
+"""The key of the metadata with the names of tied arrays, as JSON: each with the name of the tensor that it shows."""
+ONE_FILE = "model.safetensors"
+"""The file that transformers loads of a directory, whatever else is there."""
+PACKED = "float4_e2m1fn_x2"
+"""The dtype that has two elements of the file in one of its own, in the last dimension."""
 TAGS = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "F4": PACKED, "C64": "complex64",
 }  # fmt: skip
-"""The dtypes of safetensors."""
+"""The dtypes of safetensors that torch has too."""
 
 
+_TAG_OF = {dtype: tag for tag, dtype in TAGS.items()}
 _SHARD = re.compile(r"(.*)-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 """The name of one of several files: what they have in common, its number from 1 on, and how many there are."""
+
+
+def tag_of(spec: ArraySpec) -> str | None:
+    """Returns the dtype of safetensors that an array has in a file; None where it has none."""
+    return None if spec.dtype == PACKED and not spec.shape else _TAG_OF.get(spec.dtype)
 
 
 class _SafetensorsEntry(msgspec.Struct, gc=False):
@@ -53,7 +69,12 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
             found=f"{length}",
             hint="It is no safetensors file, or damaged",
         )
-    entries = msgspec.json.decode(window.read(8, length).tobytes(), type=dict[str, msgspec.Raw])
+    text = window.read(8, length).tobytes()
+    entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    if len(re.findall(rb'"__metadata__"\s*:', text)) > 1:
+        pairs = json.loads(text, object_pairs_hook=list)
+        if [name for name, _ in pairs].count(METADATA) > 1:
+            raise ValueError(f"{METADATA!r} twice")
     return entries, window.within(8 + length, window.size - 8 - length)
 
 
@@ -69,30 +90,81 @@ def read_safetensors(
         FormatError, CorruptError: it is no such file, or damaged.
     """
     try:
-        entries, data = _header(window)
-        raw = entries.pop("__metadata__", None)
-        metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw is not None else {}
-        tensors = {name: _entry(name, entry, data, tags) for name, entry in entries.items()}
+        raw, data = _header(window)
+        given = raw.pop(METADATA, None)
+        metadata = (msgspec.json.decode(given, type=dict[str, str] | None) if given is not None else None) or {}
+        entries = {name: decode_json(entry, _SafetensorsEntry) for name, entry in raw.items()}
+        tensors = {name: _array(name, entry, data, tags) for name, entry in entries.items()}
+        ties = _take_ties(metadata, tensors)
     except TreeckptError:
         raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(window.label, expected="a safetensors file", found=f"{error}"[:200]) from error
-    for name, of in list(metadata.items()):
-        if of in entries and name not in tensors:
-            tensors[name] = tensors[of]
-            del metadata[name]
-    return tensors, metadata
+    _check_ranges(entries, data)
+    return tensors | {name: tensors[of] for name, of in ties.items()}, metadata
 
 
-def _entry(name: str, raw: msgspec.Raw, data: FileRange, tags: Mapping[str, str]) -> LazyArray:
-    entry = decode_json(raw, _SafetensorsEntry)
-    dtype = tags.get(entry.dtype)
+def _array(name: str, entry: _SafetensorsEntry, data: FileRange, tags: Mapping[str, str]) -> LazyArray:
+    dtype, shape = tags.get(entry.dtype), entry.shape
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} of {name[:80]!r}, which is not known")
+    if dtype == PACKED:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{name[:80]!r} of {entry.dtype} in shape {shape}, whose last dimension is not even")
+        shape = (*shape[:-1], shape[-1] // 2)
     start, stop = entry.data_offsets
-    if any(n < 0 for n in entry.shape) or math.prod(entry.shape) * dtype_of(dtype).itemsize != stop - start:
-        raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {entry.shape} of {dtype}")
-    return flat_array(ArraySpec(entry.shape, dtype), data.within(start, stop - start), new_address(stop - start))
+    if any(n < 0 for n in shape) or math.prod(shape) * dtype_of(dtype).itemsize != stop - start:
+        raise ValueError(f"{name[:80]!r} has {stop - start} bytes for shape {shape} of {dtype}")
+    return flat_array(ArraySpec(shape, dtype), data.within(start, stop - start), new_address(stop - start))
+
+
+def _check_ranges(entries: Mapping[str, _SafetensorsEntry], data: FileRange) -> None:
+    """Refuses tensors that overlap, and bytes that no tensor has: a name that stands twice leaves such bytes.
+
+    Raises:
+        CorruptError: naming the first tensor that does not begin where the one before it ends.
+    """
+    reached = 0
+    for (start, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
+        if start != reached:
+            raise _wrong_range(data, f"{name[:80]!r} to begin at byte {reached} of the data", f"byte {start}")
+        reached = stop
+    if reached != data.size:
+        raise _wrong_range(data, f"{reached} bytes of data, as its tensors take", f"{data.size}")
+
+
+def _wrong_range(data: FileRange, expected: str, found: str) -> CorruptError:
+    return CorruptError(
+        data.label,
+        expected=expected,
+        found=found,
+        hint="The library of safetensors refuses such a file too: tensors overlap, a name stands twice, or the file "
+        "was cut short or written over",
+    )
+
+
+def _take_ties(metadata: dict[str, str], tensors: Mapping[str, LazyArray]) -> dict[str, str]:
+    """Removes ties from the metadata of a file; returns the tensor that each of their names shows.
+
+    Raises:
+        ValueError: ties of a name that a tensor has, or to no tensor.
+    """
+    ties = msgspec.json.decode(metadata.pop(TIES, "{}"), type=dict[str, str])
+    if wrong := next((name for name, of in ties.items() if name in tensors or of not in tensors), None):
+        raise ValueError(f"{TIES!r} with {wrong[:80]!r}, a tie of {ties[wrong][:80]!r}")
+    for name, of in list(metadata.items()):
+        if of in tensors and name not in tensors and _is_parameter_tie(name, of):
+            ties[name] = metadata.pop(name)
+    return ties
+
+
+def _is_parameter_tie(name: str, of: str) -> bool:
+    """Returns whether `save_model` writes a name so: it keeps the first of the names of a parameter, by their order.
+
+    Other metadata may be equal to the name of a tensor. Only names in modules that end alike are ties.
+    """
+    (_, dot, last), (_, other_dot, other_last) = name.rpartition("."), of.rpartition(".")
+    return bool(dot and other_dot) and last == other_last and of < name
 
 
 class _SafetensorsIndex(msgspec.Struct):
@@ -101,19 +173,25 @@ class _SafetensorsIndex(msgspec.Struct):
 
 
 def read_sharded(store: Store) -> ForeignTree:
-    """Returns the tensors and the metadata of a directory, of the files in its index or of all.
+    """Returns the tensors and the metadata of a directory: of its one file, of the files in its index, or of all.
 
     Raises:
         FormatError, CorruptError: files or tensors are missing, or named twice.
     """
     sizes = store.sizes()
+    files = {name for name in sizes if name.endswith(".safetensors")}
     indexes = [name for name in sizes if name.endswith(SAFETENSORS_INDEX)]
-    wanted = _read_index(store, indexes) if indexes else {}
-    names = set(wanted.values()) if indexes else {name for name in sizes if name.endswith(".safetensors")}
+    wanted: dict[str, str] = {}
+    if ONE_FILE in files:
+        names = {ONE_FILE}
+    elif indexes:
+        wanted = _read_index(store, indexes)
+        names = set(wanted.values())
+    else:
+        names = files
+        _check_shards(store.url, names)
     if not names:
         raise CheckpointNotFound(store.url, expected="files of safetensors", found="none that can be read")
-    if not indexes:
-        _check_shards(store.url, names)
     stored: dict[str, LazyArray] = {}
     metadata: dict[str, str] = {}
     for name in sorted(names):
@@ -127,8 +205,17 @@ def read_sharded(store: Store) -> ForeignTree:
     if missing := wanted.keys() - stored.keys():
         raise CorruptError(store.url, expected=f"the tensor {min(missing)[:80]!r}", found="none in its file")
     listed = {name: stored.pop(name) for name in wanted}
-    beside = sorted(name for name in sizes if name.endswith(".safetensors") and name not in names)
-    return ForeignTree(listed | stored, metadata, tuple(beside))
+    stale = [name for name in indexes if not wanted and not _agrees(store, name, stored)]
+    return ForeignTree(listed | stored, metadata, tuple(sorted([*stale, *(files - names)])))
+
+
+def _agrees(store: Store, index: str, stored: Mapping[str, LazyArray]) -> bool:
+    """Returns whether an index beside the one file names nothing but tensors in it."""
+    try:
+        places = _read_index(store, [index])
+    except FormatError:
+        return False
+    return places.keys() <= stored.keys() and set(places.values()) <= {ONE_FILE}
 
 
 def _check_shards(url: str, names: Iterable[str]) -> None:

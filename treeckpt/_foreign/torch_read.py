@@ -11,6 +11,8 @@ hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 import zipfile
 from collections import OrderedDict
@@ -25,6 +27,9 @@ from .._core.sharding.dtypes import dtype_of, numpy_dtype
 from .._core.sharding.region import Region, memory_order
 from .._core.tree.dict_attributes import copy_attributes
 from .._core.tree.spec import ArraySpec
+from .._core.tree.structure import TensorNode
+from .._core.tree.tensor_parts import TensorParts
+from .._core.tree.value_codec import encode_value
 from .._io.storage.foreign_formats import HFAI_PART
 from .._io.storage.store import Store
 from ..errors import CheckpointNotFound, CorruptError, FormatError, visible
@@ -90,15 +95,40 @@ def find_entries(window: FileRange) -> dict[str, ZipEntry]:
         ) from error
     if len(infos) > MAX_ENTRIES:
         raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
-    return {info.filename: ZipEntry(_contents(window, info), info.CRC) for info in infos}
+    heads = _Heads(window)
+    return {info.filename: ZipEntry(_contents(heads, info), info.CRC) for info in infos}
 
 
-def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
+NEAR_NBYTES = 16 << 10
+"""Bytes between the beginnings of two entries, at most, for which others behind them are read along."""
+HEADS_NBYTES = 256 << 10
+"""Bytes that are read at a time where entries are small."""
+
+
+class _Heads:
+    """Reads what precedes the contents of entries, many at a time where they lie close together."""
+
+    def __init__(self, window: FileRange) -> None:
+        self.window = window
+        self._block, self._first, self._last = b"", 0, -NEAR_NBYTES
+
+    def read(self, at: int) -> bytes:
+        """Returns the 30 bytes of a head."""
+        if not self._first <= at <= self._first + len(self._block) - 30:
+            near = 0 <= at - self._last <= NEAR_NBYTES
+            size = min(HEADS_NBYTES, self.window.size - at) if near else 30
+            self._block, self._first = self.window.read(at, max(size, 30)).tobytes(), at
+        self._last = at
+        return self._block[at - self._first : at - self._first + 30]
+
+
+def _contents(heads: _Heads, info: zipfile.ZipInfo) -> FileRange:
+    window = heads.window
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
         raise FormatError(
             window.label, expected="entries that are stored as they are", found=f"{info.filename[:80]!r}, packed"
         )
-    head = window.read(info.header_offset, 30).tobytes()
+    head = heads.read(info.header_offset)
     if head[:4] != b"PK\3\4":
         raise CorruptError(window.label, expected=f"entry {info.filename[:80]!r}", found="no such entry at its place")
     # torch pads the extra field here, to align the data; the directory has another length
@@ -106,6 +136,38 @@ def _contents(window: FileRange, info: zipfile.ZipInfo) -> FileRange:
     return window.within(info.header_offset + 30 + name + extra, info.file_size)
 
 
+class EntryPlace(msgspec.Struct, frozen=True):
+    """Where an entry lies in its archive."""
+
+    start: int
+    nbytes: int
+    crc: int
+    """The place of the CRC-32 of its contents in the directory of the archive."""
+    copies: tuple[int, ...]
+    """The places of other copies of it, which no reader looks at."""
+    is_read: bool
+    """Whether its contents say what the arrays are."""
+
+
+def entry_places(window: FileRange) -> list[EntryPlace]:
+    """Returns where the entries of an archive lie, of which `find_entries` has found nothing wrong."""
+    reader: Any = _RangeFile(window)
+    heads, found = _Heads(window), list[EntryPlace]()
+    with zipfile.ZipFile(reader) as archive:
+        record = archive.start_dir
+        for info in archive.infolist():
+            contents = _contents(heads, info)
+            start, stop = contents.start - window.start, contents.start - window.start + contents.size
+            # in the header, and behind the contents where they were written before it was known
+            copies = (info.header_offset + 14, *((stop + 4,) if info.flag_bits & 8 else ()))
+            is_read = info.filename.endswith(_READ_ENTRIES)
+            found.append(EntryPlace(start, contents.size, record + 16, copies, is_read))
+            record += 46 + sum(struct.unpack("<HHH", window.read(record + 28, 6).tobytes()))
+    return found
+
+
+_READ_ENTRIES = ("/data.pkl", "/byteorder")
+"""The ends of the names of the entries that are read to find the arrays in others."""
 STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
@@ -117,6 +179,7 @@ MAX_DIMS = 1000
 """Dimensions of a tensor that are looked at; `ForeignCheckpoint.contents` refuses fewer by the path of the leaf."""
 MAX_KEY = 1000
 """Characters of the name of a storage."""
+_DEVICE = re.compile(r"[a-z]{2,20}(:\d{1,5})?")
 
 
 class TorchFileStorage(msgspec.Struct, frozen=True):
@@ -126,6 +189,8 @@ class TorchFileStorage(msgspec.Struct, frozen=True):
     dtype: str
     size: int
     """The number of elements, of bytes where there is no dtype."""
+    device: str | None
+    """Where it was, as torch names devices; None is the host."""
 
     def __repr__(self) -> str:
         return f"a storage of {self.dtype or 'bytes'}"
@@ -163,7 +228,7 @@ class _TorchArchive:
         """Resolves a persistent id; a storage of a class without a dense dtype is an `UnbuiltObject`."""
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             raise ValueError(f"a persistent id {brief(identity)}")
-        _, kind, key, _, size = identity
+        _, kind, key, device, size = identity
         module, _, name = kind.text.partition(" ") if isinstance(kind, Symbol) else ("", "", "")
         dtype = STORAGES.get(name)
         if (dtype is None and name != "UntypedStorage") or module not in ("torch", "torch.storage"):
@@ -179,7 +244,8 @@ class _TorchArchive:
             # raises where the entry has fewer bytes than the storage
             entry.window.within(0, nbytes)
             entry.is_storage = True
-            self._storages[key] = TorchFileStorage(entry, dtype or "", size)
+            where = device if isinstance(device, str) and _DEVICE.fullmatch(device) and device != "cpu" else None
+            self._storages[key] = TorchFileStorage(entry, dtype or "", size, where)
         storage = self._storages[key]
         if (storage.dtype, storage.size) != (dtype or "", size):
             raise ValueError(f"storage {key:.40} with two sizes or dtypes")
@@ -198,14 +264,20 @@ def _tensor(
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers) or len(shape) != len(strides):
         raise _misplaced(storage, f"a tensor of shape {brief(shape)}, strides {brief(strides)} at {brief(offset)}")
     order = memory_order(shape, strides)
-    spec = ArraySpec(tuple(shape), dtype or storage.dtype, requires_grad=requires_grad is True, order=order)
+    spec = ArraySpec(
+        tuple(shape),
+        dtype or storage.dtype,
+        device=storage.device,
+        requires_grad=requires_grad is True,
+        order=order,
+    )
     itemsize = dtype_of(spec.dtype).itemsize
     size = storage.entry.window.size // itemsize
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if 0 not in shape and offset + reach > size:
         raise _misplaced(storage, f"a tensor of {reach} elements from {offset} on in a storage of {size}")
     # an expanded tensor is written out in full: more than a row expanded to a batch is refused
-    if float(np.prod([float(n) for n in shape])) > 1024 * max(reach, 1 << 20):
+    if math.prod(map(float, shape)) > 1024 * max(reach, 1 << 20):
         raise _misplaced(storage, f"a tensor of shape {spec.shape} over {reach} elements")
     entry = storage.entry
     flat = flat_of(entry.read, itemsize)
@@ -254,13 +326,49 @@ def _resolved(made: LazyArray, metadata: Any) -> LazyArray:
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
-    if not isinstance(data, LazyArray):
+    if not isinstance(data, (LazyArray, TensorParts)):
         raise ValueError("a parameter that is no tensor")
     return _with(data, kind="parameter", requires_grad=requires_grad is True)
 
 
-def _with(lazy: LazyArray, **changes: Any) -> LazyArray:
-    return with_spec(lazy, msgspec.structs.replace(lazy.spec, **changes))
+def _with(made: LazyArray | TensorParts, **changes: Any) -> LazyArray | TensorParts:
+    if isinstance(made, TensorParts):
+        return TensorParts(msgspec.structs.replace(made.node, **changes), made.parts)
+    return with_spec(made, msgspec.structs.replace(made.spec, **changes))
+
+
+_SPARSE = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+"""The parts of sparse tensors, by the name of their layout."""
+
+
+def _sparse(layout: Any, data: Any) -> TensorParts:
+    """Returns a sparse tensor in parts; their elements are checked when a tensor is made of them."""
+    module, _, name = layout.text.partition(" ") if isinstance(layout, Symbol) else ("", "", "")
+    keys = _SPARSE.get(name) if module == "torch" else None
+    if keys is None or not isinstance(data, tuple) or len(data) - len(keys) not in (1, 2):
+        raise ValueError(f"a tensor of the layout {brief(layout)}")
+    parts = dict(zip(keys, data, strict=False))
+    if not all(isinstance(part, LazyArray) for part in parts.values()):
+        raise ValueError(f"a tensor of the layout {name} without its parts")
+    context = {"is_coalesced": data[-1] is True} if name == "sparse_coo" else None
+    node = TensorNode(
+        f"torch:{name}",
+        encode_value(context, ""),
+        shape=sizes_of(data[len(keys)], "a sparse tensor"),
+        strides=None,
+        kind="tensor",
+        requires_grad=False,
+        layout=None,
+        keys=keys,
+        children=(),
+    )
+    return TensorParts(node, parts)
 
 
 _REBUILD: Constructors = {
@@ -270,6 +378,8 @@ _REBUILD: Constructors = {
     "torch._utils _rebuild_parameter": _parameter,
     "torch._utils _rebuild_parameter_with_state": _parameter,
     "torch._utils _rebuild_device_tensor_from_cpu_tensor": lambda data, *_: data,
+    "torch._utils _rebuild_sparse_tensor": _sparse,
+    "torch._utils _rebuild_sparse_csr_tensor": _sparse,
 }
 _CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
 
@@ -282,7 +392,7 @@ def _of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         raise ValueError(f"a tensor of the class {brief(named.replace(' ', '.') or kind)}")
     made = make(*args)
     buffer = isinstance(state, dict) and state.get("_is_buffer") is True
-    return _with(made, kind="buffer") if buffer and isinstance(made, LazyArray) else made
+    return _with(made, kind="buffer") if buffer and isinstance(made, (LazyArray, TensorParts)) else made
 
 
 _CONSTRUCTORS: Constructors = {**PLAIN, **_REBUILD, "torch._tensor _rebuild_from_type_v2": _of_type}
@@ -363,7 +473,7 @@ class HfaiParts:
         kinds = {array.spec.dtype for array in arrays if isinstance(array, LazyArray) and len(array.spec.shape) == 1}
         if len(shapes) != 1 or len(kinds) != 1 or not all(isinstance(array, LazyArray) for array in arrays):
             raise self._wrong(f"shares of one shape and dtype of {brief(name)}", f"{brief(sorted(shapes))}, {kinds}")
-        spec = ArraySpec(shapes.pop(), kinds.pop())
+        spec = ArraySpec(shapes.pop(), kinds.pop(), device=arrays[0].spec.device)
         dtype_of(spec.dtype)
         return from_ranges(spec, arrays, f"{brief(name)}: {self.store.url}")
 

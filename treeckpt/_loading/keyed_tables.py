@@ -511,7 +511,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
     if ids is None or ids.number not in home.index.tables:
         return None
-    wanted = spec if job.options.device == "original" else msgspec.structs.replace(spec, device=None)
+    wanted = msgspec.structs.replace(spec, device=None) if job.options.device is None else spec
     givers: RowGivers | None = job.options.rows.get(ids_path)
     if givers is not None:
         saved = home.index.tables[ids.number]

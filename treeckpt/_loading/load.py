@@ -20,8 +20,10 @@ from .._arrays.registry import (
     library_of,
     like_of,
     resolve,
+    resolve_function,
     target_of,
 )
+from .._arrays.sharded import Sharded
 from .._core.format.records import AliasRecord, Leaf
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.region import strides_in
@@ -37,8 +39,9 @@ from .._core.tree.flatten import (
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.leaf_differences import SequenceReplacement, differing_sequences
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import PerRankNode, Structure, index_path
+from .._core.tree.structure import Node, PerRankNode, Structure, containers_of, index_path, paths_of
 from .._core.tree.tensor_parts import TensorParts, check_no_tensors, check_same_tensors
+from .._core.tree.treespec import LEAF
 from .._io.comm.comm import Comm
 from .._io.os_errors import read_errors_wrapped
 from .._io.storage.checkpoint import Checkpoint
@@ -71,6 +74,7 @@ class _SavedTree(msgspec.Struct):
             leaves,
             resolve=resolve,
             build=self._tensor,
+            functions=resolve_function if options.allow_pickle else None,
             rank=self.job.rank,
             namespace=options.namespace,
             refused=self.job.unmade if options.lenient else None,
@@ -114,13 +118,23 @@ def _match_saved(job: Load) -> _SavedTree:
 
 
 def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
-    """Returns the values, and the specs of arrays, which name no device, so that they are wanted on any machine."""
-    return {
-        leaf.path: LeafPlaceholder(
-            job.value(leaf, leaf.path) if leaf.spec is None else msgspec.structs.replace(leaf.spec, device=None)
-        )
-        for leaf in taken
-    }
+    """Returns the values, and the specs of arrays."""
+    ties: dict[object, ArraySpec] = {}
+    specs = ((leaf, _spec_of(leaf, ties)) for leaf in taken)
+    return {leaf.path: LeafPlaceholder(job.value(leaf, leaf.path) if spec is None else spec) for leaf, spec in specs}
+
+
+def _spec_of(leaf: Leaf, ties: dict[object, ArraySpec]) -> ArraySpec | None:
+    """Returns the spec of an array, which names no device, so that it is wanted on any machine; None of a value.
+
+    Args:
+        ties: the specs so far: names of one array get one spec, as leaves that are one object in a target stay one.
+    """
+    if leaf.spec is None:
+        return None
+    record, spec = leaf.record, msgspec.structs.replace(leaf.spec, device=None)
+    base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
+    return ties.setdefault((base, spec), spec)
 
 
 def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
@@ -182,6 +196,66 @@ def _own_structure(structure: Structure, job: Load) -> Structure:
         if child is not None:
             children[number] = _own_structure(child, job)
     return msgspec.structs.replace(structure, children=tuple(children))
+
+
+# with a structure of optree as like ---------------------------------------------------------------------------------
+
+
+class SavedTargets:
+    """The targets of a `PyTreeSpec` that is loaded: its leaves as they were saved.
+
+    Args:
+        jobs: one for each checkpoint; of a leaf that several of them give, the last one's is taken.
+    """
+
+    def __init__(self, jobs: Sequence[Load]) -> None:
+        self._jobs, self._ties = jobs, dict[object, ArraySpec]()
+        self._containers: dict[int, dict[str, Node]] = {}
+
+    def fill(self, tree: object, rank: int, namespace: str) -> object:
+        """Returns the tree with a target for each `LEAF`: the spec of an array, or a subtree of these.
+
+        `LEAF` stays where a value was saved, or nothing, and `...` is put where nothing is selected.
+
+        Raises:
+            MismatchError: a piece of an array, whose shape a `PyTreeSpec` does not have.
+        """
+        _, leaves = flatten(tree, rank=rank, namespace=namespace)
+        for path, leaf in leaves:
+            if type(leaf) is Sharded:
+                hint = "Pass like= with the tc.Sharded itself, or a tree with `...` there"
+                raise MismatchError(
+                    path, expected="a leaf, or a container", found="a Sharded without arrays", hint=hint
+                )
+        new = (self._target(index_path(path, rank)) if leaf is LEAF else leaf for path, leaf in leaves)
+        return replace_leaves(tree, new, namespace=namespace)
+
+    def _target(self, path: str) -> object:
+        for number, job in reversed([*enumerate(self._jobs)]):
+            if path in job.view.by_path:
+                if job.selected(path) and (leaf := job.find(path)) is not None:
+                    return _spec_of(leaf, self._ties) or LEAF
+            elif (node := self._containers_of(number).get(path)) is not None:
+                below = [f"{path}/{step}" if path else step for step, _ in paths_of(node)]
+                functions = resolve_function if job.options.allow_pickle else None
+                return unflatten(
+                    node,
+                    map(self._target, below),
+                    resolve=resolve,
+                    build=build_tensor,
+                    functions=functions,
+                    rank=job.rank,
+                    namespace=job.options.namespace,
+                )
+        return LEAF if any(job.options.selects(path) for job in self._jobs) else ...
+
+    def _containers_of(self, number: int) -> dict[str, Node]:
+        """Returns the containers of a checkpoint by path; of state that each rank has, this rank's."""
+        if number not in self._containers:
+            job = self._jobs[number]
+            structure = _own_structure(job.view.structure, job)
+            self._containers[number] = {path: node for node, path, _ in containers_of(structure)}
+        return self._containers[number]
 
 
 # with like -------------------------------------------------------------------------------------------------------

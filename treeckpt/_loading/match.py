@@ -6,6 +6,7 @@ any memory is touched.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -28,14 +29,14 @@ from .._core.format.records import (
     WholeChunk,
     count_chunks,
 )
-from .._core.sharding.dtypes import dtype_of
+from .._core.sharding.dtypes import cast_hint, dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
 from .._core.tree.keyed_table import chosen_ids
 from .._core.tree.leaf_differences import SequenceReplacement, Strict, check_same, compare_leaves
-from .._core.tree.paths import check_used, compile_globs, path_text
+from .._core.tree.paths import as_path, check_used, compile_globs, path_text, with_field_names
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import empty_container_paths
+from .._core.tree.structure import Structure, empty_container_paths
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import SlabAllocator, available_memory
@@ -45,10 +46,11 @@ from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
 from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
-from .options import Fallback, ReadOptions
+from .options import Device, Fallback, ReadOptions
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch
 
+_log = logging.getLogger("treeckpt")
 MEMORY = 64 << 20
 """Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
 
@@ -59,7 +61,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     select: tuple[str, ...] | None = None
     strict: Strict = True
     cast: bool = False
-    device: str | None = None
+    device: Device = None
     read: ReadOptions = ReadOptions()
     fallback: Fallback = Fallback()
     allow_pickle: bool = False
@@ -86,7 +88,10 @@ class LoadOptions(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.ids is not None:
-            msgspec.structs.force_setattr(self, "ids", chosen_ids(self.ids))
+            given = self.ids
+            if isinstance(given, Mapping):
+                given = {as_path(path, "ids"): ids for path, ids in given.items()}
+            msgspec.structs.force_setattr(self, "ids", chosen_ids(given))
         if self.strict not in (True, False, "missing"):
             raise MismatchError("strict", expected="True or False or 'missing'", found=f"{self.strict!r:.60}")
 
@@ -99,6 +104,17 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def given_apart(self) -> bool:
         """Whether other checkpoints give columns or rows of tables too."""
         return bool(self.joined or self.rows)
+
+    def for_structure(self, structure: Structure) -> LoadOptions:
+        """Returns the options with the globs that paths of optree have become in a structure."""
+        if self.select is None and self.exclude is None and not self.below:
+            return self
+        return msgspec.structs.replace(
+            self,
+            select=with_field_names(self.select, structure),
+            exclude=with_field_names(self.exclude, structure),
+            below=(with_field_names((self.below,), structure) or ("",))[0],
+        )
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""
@@ -136,7 +152,7 @@ class Load:
     """One load on one rank."""
 
     def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions) -> None:
-        self.options, self.rank, self.here = options, comm.rank, global_rank(comm)
+        self.rank, self.here = comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
         default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
@@ -152,6 +168,7 @@ class Load:
             self.ruled = view_of(self.index, options.rules, source_rank=self.source_rank, rank=comm.rank, strict=strict)
         self.view: Index | View = self.ruled or self.index
         """The leaves that can be matched."""
+        self.options = options.for_structure(self.view.structure)
         self.take = None if options.read.copy else SlabAllocator().take
         """Memory for new arrays; with `copy` each has its own."""
         self.damaged = self._damaged()
@@ -228,6 +245,13 @@ class Load:
         """Whether a leaf under `PerRank` is that of the source rank; refuses what `find` does."""
         return self.source_rank in decode_runs(leaf.ranks or ()) and self.find(leaf.path) is leaf
 
+    def is_of_others(self, path: str) -> bool:
+        """Whether only other ranks than the source rank have a leaf of their own at a path."""
+        leaves = self.view.by_path[path]
+        if leaves[0].ranks is None:
+            return False
+        return not any(self.source_rank in decode_runs(leaf.ranks or ()) for leaf in leaves)
+
     def value(self, leaf: Leaf, path: str) -> object:
         """Returns a saved value."""
         record = leaf.record
@@ -283,6 +307,7 @@ class Load:
         """
         self.claims.take(path, leaf)
         spec, device = abstract_of(wanted, path, self.here), self.options.device
+        device = self._device_for(leaf.spec) if callable(device) else device
         on_host = device == "cpu" or (spec is not None and spec.device is None and device in (None, "original"))
         if spec is not None and on_host and not self.options.read.copy and spec.regions is None:
             # where nothing else is asked for there is nothing to compare
@@ -312,9 +337,14 @@ class Load:
         self.batch.add_target(path, leaf, target)
         return LeafPlaceholder(target.leaf)
 
+    def _device_for(self, saved: ArraySpec | None) -> str | None:
+        """Returns where a new array goes; None for where its spec says."""
+        device = self.options.device
+        return device((saved.device if saved is not None else None) or "cpu") if callable(device) else device
+
     def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
         """Returns a new array, on the device of the options, or else of the spec."""
-        target = like_of(spec, path, self.here, self.options.device, allocate=self.take)
+        target = like_of(spec, path, self.here, self._device_for(spec), allocate=self.take)
         assert target is not None, "a spec describes an array"
         return target
 
@@ -341,18 +371,20 @@ class Load:
             )
         if wanted.regions == ():
             return  # holds nothing, and does not know of what dtype
-        if wanted.dtype != saved.dtype and not self.options.cast:
+        if wanted.dtype == saved.dtype:
+            return
+        # before `cast` is asked for: with it, the values would be wrong
+        check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
+        for at, dtype in unscaled_sources(self.index, leaf):
+            check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
+        if not self.options.cast:
             raise MismatchError(
                 path,
                 expected=wanted.dtype,
                 found=f"{saved.dtype} in the checkpoint{self._chain(path)}",
-                hint="Pass cast=True to convert",
+                hint=cast_hint(saved.dtype, wanted.dtype),
             )
-        if wanted.dtype != saved.dtype:
-            check_cast(wanted, saved.dtype, path)
-            check_scaled(path, (saved.dtype, wanted.dtype), self.view.by_path)
-            for at, dtype in unscaled_sources(self.index, leaf):
-                check_scaled(path, (dtype, wanted.dtype), self.index.by_path, at=at)
+        check_cast(wanted, saved.dtype, path)
 
     def _chain(self, path: str) -> str:
         chain = "" if self.ruled is None else self.ruled.chain(path)
@@ -370,12 +402,13 @@ class Load:
         """
         self.options.check_used(lambda: [*self.names, *wanted])
         lacks = frozenset(self.missing).__contains__
-        differences = compare_leaves(wanted, self.view.by_path, lacks=lacks, whole=whole, selects=self.selected)
+        saved = [path for path in self.view.by_path if not self.is_of_others(path)]
+        differences = compare_leaves(wanted, saved, lacks=lacks, whole=whole, selects=self.selected)
         self.unexpected = [*differences.unexpected]
         check_same(differences, self.options.strict)
 
     def report(self) -> LoadReport:
-        return LoadReport(
+        report = LoadReport(
             self.checkpoint.url,
             self.batch.nbytes,
             read_nbytes=self.batch.read_nbytes,
@@ -392,6 +425,8 @@ class Load:
             damaged=tuple(part for path, parts in self.damaged.items() if self.options.selects(path) for part in parts),
             unmade=tuple(self.unmade),
         )
+        _log.debug("%s", report)
+        return report
 
 
 class Claims:

@@ -22,6 +22,8 @@ Verify = bool | Literal["first", "stream"]
 Merge = Callable[[list[Any], int, int], Any]
 """merge(states of all old ranks, rank, world) -> state of this rank."""
 Policy = Literal["error", "take"] | Merge
+Device = str | Callable[[str], str] | None
+"""Where new tensors go: a device, "original" for where each was, or a function of that; None is the host."""
 Policies = Policy | Mapping[str, Policy] | None
 """One policy for all parts, or one each by name; None, or no entry, where nothing is said."""
 PARTS = ("rng", "loader", "buffers", "extra")
@@ -217,7 +219,7 @@ class LoadKeywords(TypedDict, total=False):
     strict: Strict
     ids: Any
     cast: bool
-    device: str | None
+    device: Device
     read: ReadOptions | None
     fallback: Fallback | None
     allow_pickle: bool

@@ -210,6 +210,13 @@ def _select_parts(bank: Bank, asked: Collection[str], comm: Comm, options: LoadO
     return [_Part(job, wins) for job, wins in members]
 
 
+def loads_of(source: Checkpoint | Bank, comm: Comm, options: LoadOptions) -> list[Load]:
+    """Returns a load of each checkpoint, of which nothing is read."""
+    if isinstance(source, Checkpoint):
+        return [Load(source, comm, options)]
+    return [part.job for part in _select_parts(source, (), comm, msgspec.structs.replace(options, strict=False))]
+
+
 def _check_asked(
     parts: Sequence[_Part],
     wanted: Mapping[str, Any],
@@ -227,7 +234,7 @@ def _check_asked(
         in_place: a leaf that is one array with a filled leaf is filled too.
     """
     here = global_rank(comm)
-    given = sorted(set[str]().union(*(part.wins for part in parts)))
+    given = sorted({path for part in parts for path in part.wins if not part.job.is_of_others(path)})
     differences = compare_leaves(wanted, given, whole=whole, selects=options.selects)
     missing: list[str] = []
     for path in differences.missing:

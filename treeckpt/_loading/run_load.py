@@ -14,11 +14,14 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
+from optree import PyTreeSpec
 
 from .._arrays.registry import in_parts_if_needed
 from .._arrays.stateful import expand_states, state_tree
 from .._core.format.index import INDEX_NAME
 from .._core.format.records import Index
+from .._core.tree.flatten import flatten, replace_leaves
+from .._core.tree.treespec import LEAF, tree_of
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
@@ -28,9 +31,9 @@ from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
-from .load import load_into_tree, load_tree
+from .load import SavedTargets, load_into_tree, load_tree
 from .match import LoadOptions
-from .overlay import Bank, as_bank, fill_from_bank, load_bank
+from .overlay import Bank, as_bank, fill_from_bank, load_bank, loads_of
 from .repair import repair_store
 from .verify import publish_rebuilt, survey, verify_checkpoint
 
@@ -185,19 +188,28 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
     """Loads a new tree; see `treeckpt.load`."""
 
     def load_version(source: Checkpoint | Bank) -> tuple[Any, LoadReport]:
-        own = _salvaging(source, comm, options)
+        own, target = _salvaging(source, comm, options), like
+        if (treespec := like if type(like) is PyTreeSpec else None) is not None:
+            own = msgspec.structs.replace(own, namespace=own.namespace or treespec.namespace)
+            tree = state_tree(tree_of(treespec), rank=comm.rank, namespace=own.namespace, layouts=False)
+            target = SavedTargets(loads_of(source, comm, own)).fill(tree, comm.rank, own.namespace)
 
         def run(layouts: bool) -> tuple[Any, LoadReport]:
-            wanted = like
-            if like is not None:
+            wanted = target
+            if target is not None:
                 wanted = state_tree(
-                    like,
+                    target,
                     rank=comm.rank,
-                    namespace=options.namespace,
+                    namespace=own.namespace,
                     mappings=not options.allow_pickle,
                     layouts=layouts,
                 )
-            return _load(source, wanted, comm, own)
+            loaded, report = _load(source, wanted, comm, own)
+            if treespec is not None and report.missing:
+                leaves = flatten(loaded, rank=comm.rank, namespace=own.namespace)[1]
+                found = (... if leaf is LEAF else leaf for _, leaf in leaves)
+                loaded = replace_leaves(loaded, found, namespace=own.namespace)
+            return loaded, report
 
         with gc_paused():
             # with shared reads a rank that begins again alone would leave the others waiting

@@ -506,7 +506,8 @@ class _RegisteredSelection:
     def __init__(self, index: Index, options: Mapping[str, Any]) -> None:
         self.index, self._options, self._strict = index, options, options.get("strict", True)
         self._saved = [*index.by_path, *empty_container_paths(index.structure)]
-        self._chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude"), "exclude"))
+        given = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude"), "exclude"))
+        self._chosen = given.for_structure(index.structure)
         self.selects = self._chosen.selects
 
     def tree_options(self, registered: Mapping[str, Iterable[str]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -229,6 +230,7 @@ class AgreedSave(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
+_log = logging.getLogger("treeckpt")
 _encode = msgspec.msgpack.encode
 
 
@@ -245,6 +247,7 @@ def agree(
     Raises:
         TreeckptError: it cannot be planned, or the ranks cannot agree; on every rank.
     """
+    _log.debug("saving to %s, rank %d of %d", store.url, comm.rank, comm.size)
     agreed = None
     with contextlib.ExitStack() as opened:
         exchange = None

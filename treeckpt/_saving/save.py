@@ -21,6 +21,7 @@ functions.
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import msgspec
@@ -52,6 +53,7 @@ from .shard_writer import (
     written_names,
 )
 
+_log = logging.getLogger("treeckpt")
 SIDECAR_WRITERS = 8
 """The number of sidecar files that are written at a time: to an object store each takes a request."""
 
@@ -155,10 +157,10 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
 
 
 def save_report(agreed: AgreedSave) -> SaveReport:
-    """Returns the report of a save that has succeeded."""
+    """Returns the report of a save that has succeeded, which the log has too."""
     info, plan = agreed.info, agreed.plan
     assert plan is not None, "a rank without a plan fails its save"
-    return SaveReport(
+    report = SaveReport(
         agreed.store.url,
         info.save_id,
         step=info.options.step,
@@ -168,3 +170,5 @@ def save_report(agreed: AgreedSave) -> SaveReport:
         seconds=agreed.recorder.seconds,
         spans=tuple(agreed.recorder.spans),
     )
+    _log.debug("%s", report)
+    return report

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,22 +39,22 @@ from .._core.tree.structure import (
     keys_of,
 )
 from .._foreign.checksums import ArchiveChecksums
-from .._foreign.files import FOREIGN, elements_of, foreign_at, new_address, strided_array
-from .._foreign.foreign_checkpoint import ForeignCheckpoint, most_nbytes
+from .._foreign.files import elements_of, foreign_at, new_address, store_window, strided_array
+from .._foreign.foreign_checkpoint import READERS, ForeignCheckpoint, most_nbytes
 from .._foreign.pickle_values import RefusedLeaf, refusal
 from .._io.storage.checkpoint import Checkpoint, read_sidecar
-from .._io.storage.foreign_formats import HEAD, format_of_head
+from .._io.storage.foreign_formats import HEAD, format_of_head, is_of_format, sidecar_names
 from .._io.storage.local_files import read_head
 from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores
 from .._loading.match import Claims, LoadOptions
-from .._loading.read_batch import read_region
+from .._loading.read_batch import read_arrays, read_region
 from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
 
 Source = str | os.PathLike[str] | Store
-SOURCES = ("treeckpt", *FOREIGN)
-"""Formats that can be read."""
+SOURCES = ["treeckpt", *READERS]
+"""Formats that can be read; `register` adds its own."""
 
 ContentsLeaf = tuple[str, Any]
 
@@ -145,6 +146,8 @@ class Contents(msgspec.Struct, frozen=True):
     step: int | None = None
     metadata: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
+    refused: tuple[RefusedLeaf, ...] = ()
+    """What only its own code could make and is no leaf: a container, or an attribute of one."""
     sidecars: tuple[tuple[str, Callable[[], bytes]], ...] = ()
     """Names of the files that were saved with it, and functions that read them."""
     unread: tuple[str, ...] = ()
@@ -183,7 +186,7 @@ def _check_own(path: Source) -> None:
         if local.is_file():
             first = read_head(local, HEAD)
             bare = format_of_head(local.name, first) == "pickle"
-            begins = f"the bytes {first.hex(' ')}" if first else "nothing, as it is empty"
+            begins = f"the bytes {first[:9].hex(' ')}" if first else "nothing, as it is empty"
             raise FormatError(
                 str(local),
                 expected="a file of torch.save or safetensors",
@@ -202,7 +205,7 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
 
     Args:
         counted: counts what is read.
-        alone: whether this process reads all of it.
+        alone: whether this process reads all of the arrays that it reads.
 
     Raises:
         CheckpointNotFound, FormatError: as `detect`.
@@ -215,14 +218,72 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
     return Checkpoint(counted(open_store(path)))
 
 
+SMALL_NBYTES = 64 << 10
+"""Bytes of an array, at most, that is read together with others."""
+GROUP_NBYTES = 1 << 20
+"""Bytes of arrays that are read together, at most."""
+
+
+class SavedArray(LazyArray):
+    """An array of a checkpoint of ours that no rank has for itself."""
+
+    __slots__ = ("checkpoint", "leaf")
+
+    def __init__(self, checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec, storage: Storage | None) -> None:
+        super().__init__(spec, partial(read_region, checkpoint, leaf), storage)
+        self.checkpoint, self.leaf = checkpoint, leaf
+
+    def take(self, group: _Group, number: int) -> None:
+        """Reads it from a group from now on."""
+        self._read = partial(group.read, number)
+
+
+class _Group:
+    """Small arrays that are read together when the first one is read, and forgotten when each was read once."""
+
+    def __init__(self, arrays: Sequence[SavedArray]) -> None:
+        self._arrays = arrays
+        self._found: list[np.ndarray | None] = []
+        self._left = 0
+        self._lock = threading.Lock()
+        for number, array in enumerate(arrays):
+            array.take(self, number)
+
+    def read(self, number: int, region: Region) -> np.ndarray:
+        with self._lock:
+            if not self._left:
+                self._found = [*read_arrays(self._arrays[0].checkpoint, [array.leaf for array in self._arrays])]
+                self._left = len(self._arrays)
+            data, self._found[number] = self._found[number], None
+            self._left -= data is not None
+        if data is None:  # it was read before
+            array = self._arrays[number]
+            return read_region(array.checkpoint, array.leaf, region)
+        return data[region.slices()]
+
+
+def read_together(leaves: Iterable[ContentsLeaf]) -> None:
+    """Has small arrays of a checkpoint of ours read many at a time; the leaves are read in their order, each once."""
+    arrays = dict.fromkeys(leaf for _, leaf in leaves if isinstance(leaf, SavedArray) and leaf.nbytes <= SMALL_NBYTES)
+    group: list[SavedArray] = []
+    left = GROUP_NBYTES
+    for array in arrays:
+        if array.nbytes > left:
+            _Group(group)
+            group, left = [], GROUP_NBYTES
+        group.append(array)
+        left -= array.nbytes
+    _Group(group)
+
+
 class _NativeReader:
-    def __init__(self, checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> None:
-        self.checkpoint, self.refused = checkpoint, refused
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
         self._claims = Claims(checkpoint, whole=True)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
-        """Returns a leaf, that of a rank under `PerRank`; `...` for a value that cannot be decoded."""
+        """Returns a leaf, that of a rank under `PerRank`; a `RefusedLeaf` for a value that cannot be decoded."""
         leaf = self.checkpoint.index.entries[number]
         record = leaf.record
         if isinstance(record, AliasRecord):
@@ -242,8 +303,7 @@ class _NativeReader:
         try:
             return decode(value, leaf.path, allow_pickle=False)
         except TreeckptError as error:
-            self.refused.append(RefusedLeaf(leaf.path, error.found))
-            return ...
+            return RefusedLeaf(leaf.path, error.found)
 
     def _whole(self, leaf: Leaf, rank: int | None) -> LazyArray:
         key = (leaf.number, rank if leaf.ranks is not None else None)
@@ -251,8 +311,11 @@ class _NativeReader:
             spec = _plain_spec(leaf)
             nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             storage = Storage(new_address(nbytes), nbytes, None) if nbytes else None
-            read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
-            self._bases[key] = LazyArray(spec, read, storage)
+            if leaf.ranks is None:
+                self._bases[key] = SavedArray(self.checkpoint, leaf, spec, storage)
+            else:
+                read = partial(read_region, self.checkpoint, leaf, rank=rank or 0)
+                self._bases[key] = LazyArray(spec, read, storage)
         return self._bases[key]
 
     def _alias(self, leaf: Leaf, record: AliasRecord, rank: int | None) -> LazyArray:
@@ -270,50 +333,47 @@ def _plain_spec(leaf: Leaf) -> ArraySpec:
     return msgspec.structs.replace(leaf.spec, regions=None, device=None)
 
 
-def read_contents(checkpoint: Checkpoint, wanted: LoadOptions) -> Contents:
+def read_contents(checkpoint: Checkpoint) -> Contents:
     """Returns the contents of a checkpoint, with its arrays left in the files.
 
     Of a checkpoint of ours, specs come from the index, and checksums are compared when arrays are read. State that each
-    rank has of its own becomes a dict by rank.
-
-    Args:
-        wanted: what will be kept: objects elsewhere that cannot be read are no error.
+    rank has of its own becomes a dict by rank. A leaf that only its own code could make is a `RefusedLeaf`.
 
     Raises:
         CheckpointNotFound, CorruptError, FormatError: the state of the files.
-        TreeError: a leaf that only its own code could make.
     """
-    refused: list[RefusedLeaf] = []
-    if isinstance(checkpoint, ForeignCheckpoint):
-        read = checkpoint.contents
-        refused += read.refused
-        contents = Contents(
-            read.structure,
-            read.leaves,
-            label=checkpoint.url,
-            sums=checkpoint.sums,
-            format=checkpoint.kind,
-            metadata=read.metadata,
-            unread=read.unread,
-            present=most_nbytes(sum(checkpoint.sizes.values())),
-        )
-    else:
-        contents = _read_native(checkpoint, refused)
-    for leaf in refused:
-        if wanted.selects(leaf.path):
-            raise refusal(leaf, contents.label)
-    return contents
+    if not isinstance(checkpoint, ForeignCheckpoint):
+        return _read_native(checkpoint)
+    read = checkpoint.contents
+    sidecars = [] if checkpoint.is_file else sidecar_names(checkpoint.sizes)
+    others = [name for name in checkpoint.sizes if name not in sidecars and not is_of_format(name) and name[0] != "."]
+    refused = {leaf.path: leaf for leaf in read.refused}
+    leaves = tuple((path, refused.pop(path)) if leaf is ... else (path, leaf) for path, leaf in read.leaves)
+    return Contents(
+        read.structure,
+        leaves,
+        label=checkpoint.url,
+        sums=checkpoint.sums,
+        format=checkpoint.kind,
+        metadata=read.metadata,
+        refused=tuple(refused.values()),
+        sidecars=tuple((name, partial(_content, checkpoint.store, name)) for name in sidecars),
+        unread=(*read.unread, *(() if checkpoint.is_file else others)),
+        present=most_nbytes(sum(checkpoint.sizes.values())),
+    )
 
 
-def _read_native(checkpoint: Checkpoint, refused: list[RefusedLeaf]) -> Contents:
-    """Returns the contents of a checkpoint of ours.
+def _content(store: Store, name: str) -> bytes:
+    """Returns the content of a file that another program wrote."""
+    window = store_window(store, name)
+    return window.read(0, window.size).tobytes()
 
-    Args:
-        refused: receives values that are pickled, or whose classes are not in this program.
-    """
+
+def _read_native(checkpoint: Checkpoint) -> Contents:
+    """Returns the contents of a checkpoint of ours."""
     checkpoint.check_against_files()
     index = checkpoint.index
-    structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint, refused).leaf)
+    structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint).leaf)
     return Contents(
         structure,
         leaves,
@@ -401,34 +461,38 @@ def subtree(contents: Contents, root: str) -> Contents:
         path, node = paths[step], node.children[step]
     cut, above = len(root) + 1, root + "/"
     leaves = tuple((path[cut:], leaf) for path, leaf in contents.leaves if f"{path}/".startswith(above))
-    inside = [finding for finding in contents.findings if f"{finding.path}/".startswith(above)]
-    findings = tuple(msgspec.structs.replace(finding, path=finding.path[cut:]) for finding in inside)
-    return msgspec.structs.replace(contents, structure=node, leaves=leaves, findings=findings)
+    findings, refused = (
+        tuple(msgspec.structs.replace(one, path=one.path[cut:]) for one in noted if f"{one.path}/".startswith(above))
+        for noted in (contents.findings, contents.refused)
+    )
+    return msgspec.structs.replace(contents, structure=node, leaves=leaves, findings=findings, refused=refused)
 
 
-def select(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Keeps only the leaves that globs match, and those below paths that they name; all without globs.
+def choose(contents: Contents, wanted: LoadOptions) -> Contents:
+    """Keeps the leaves that are wanted; an element of a sequence that is not, and cannot be read, becomes None.
 
     Raises:
-        MismatchError: a glob names nothing.
+        MismatchError: a glob of `select` names nothing.
+        TreeError: a leaf is wanted that only its own code could make.
     """
-    if not globs:
+    if wanted.exclude:
+        left_out = Globs(wanted.exclude)
+        contents = _kept(contents, lambda path: not left_out.match(path))
+    if wanted.select:
+        chosen = Globs(wanted.select)
+        for glob in chosen.unused([path for path, _ in contents.leaves]):
+            raise MismatchError(
+                f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
+            )
+        contents = _kept(contents, chosen.match)
+    unread = {path: leaf for path, leaf in contents.leaves if isinstance(leaf, RefusedLeaf)}
+    for path, leaf in (*unread.items(), *((leaf.path, leaf) for leaf in contents.refused)):
+        if wanted.selects(path):
+            raise refusal(msgspec.structs.replace(leaf, path=path), contents.label)
+    if not unread:
         return contents
-    chosen = Globs(globs)
-    for glob in chosen.unused([path for path, _ in contents.leaves]):
-        raise MismatchError(
-            f"{glob}: {contents.label}", expected="a glob that names some leaf", found="none of that name"
-        )
-    return _kept(contents, chosen.match)
-
-
-def exclude(contents: Contents, globs: Sequence[str]) -> Contents:
-    """Removes the leaves that globs match; an element of a sequence that cannot be read becomes None."""
-    left_out = Globs(globs)
-    kept = _kept(contents, lambda path: not left_out.match(path))
-    unread = [path for path, leaf in kept.leaves if leaf is ...]
     gone = [Finding(path, "sequences without gaps", "what cannot be read", "None") for path in unread]
-    kept = map_leaves(kept, lambda _, leaf: None if leaf is ... else leaf)
+    kept = map_leaves(contents, lambda path, leaf: None if path in unread else leaf)
     return msgspec.structs.replace(kept, findings=(*kept.findings, *gone))
 
 

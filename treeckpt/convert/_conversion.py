@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -15,8 +16,10 @@ import msgspec
 from .. import _api
 from .._arrays.base import LazyArray
 from .._core.format.files import step_of
-from .._core.tree.paths import Selection, globs_of
+from .._core.tree.paths import Selection, as_path, globs_of
 from .._io.comm.comm import Comm, as_comm
+from .._io.public_calls import gc_paused
+from .._io.storage.foreign_formats import format_of_names
 from .._io.storage.local_store import check_path
 from .._io.storage.store import Store
 from .._io.storage.wrapped_store import CountedStores, OnBytesRead
@@ -38,12 +41,10 @@ from ._format_fit import (
     read_nbytes,
     refuse_losses,
 )
-from ._output import Output, check_free, run_output
-from ._safetensors_write import lay_out_safetensors
+from ._output import Output, OutputFile, check_free, run_output
+from ._safetensors_write import is_written, lay_out_safetensors
 from ._transform import cast_floats, transform, with_state_dicts
 
-FORMATS = ("treeckpt", "torch", "dcp", "safetensors")
-"""Formats that can be written."""
 DEFAULT_MEMORY = 64 << 20
 """Bytes of buffers, unless told otherwise."""
 MIN_BUFFER_NBYTES = 4 << 20
@@ -52,7 +53,6 @@ SAVING_NBYTES = 56 << 20
 """Bytes that a save of ours takes: its own buffers, and what is read into them."""
 SHARD_NBYTES = 5_000_000_000
 """Bytes of a file, unless told otherwise: the limit that Hugging Face has."""
-_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20,
           "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 AnyPath = str | os.PathLike[str]
@@ -66,7 +66,7 @@ class ConvertOptions(TypedDict, total=False):
     memory: int | str
     select: Selection
     exclude: Selection
-    subtree: str
+    subtree: Any
     rename: Renaming
     transforms: Transforms
     hub_names: Any
@@ -78,7 +78,7 @@ class ConvertOptions(TypedDict, total=False):
     on_read: OnBytesRead | None
 
 
-class _Options(msgspec.Struct, frozen=True):
+class ConvertJob(msgspec.Struct, frozen=True):
     """The options of `convert`, checked."""
 
     destination: str
@@ -109,7 +109,7 @@ def convert(
     memory: int | str = DEFAULT_MEMORY,
     select: Selection = None,
     exclude: Selection = None,
-    subtree: str = "",
+    subtree: Any = "",
     rename: Renaming = None,
     transforms: Transforms = None,
     hub_names: Any = None,
@@ -130,20 +130,21 @@ def convert(
 
     Args:
         source: a checkpoint of any of `SOURCES`; the format is found by looking.
-        destination: a local path; for our own format any path that `save` takes. It appears when it is whole.
+        destination: a local path; for our own format any path that `save` takes. It appears when it is whole, with the
+            sidecar files (config.json, a tokenizer) in the directory, or beside the file.
         to: one of `FORMATS`; by default what the destination's suffix says, and our own without one.
         dtype: casts arrays of floating point while they are streamed: "bfloat16", say, or torch's or numpy's own.
-        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB"; a safetensors directory has several
-            then, and an index.
+        max_shard_size: bytes of a file, at most (a larger array alone), e.g. "5GB": for a directory of several.
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
-        select, exclude: globs over paths, and all below them. What is left out need not be readable without running
-            code; as an element of a list or tuple it becomes None, so that the others stay where they are.
-        subtree: a path: what is below it is the tree, and its names begin there.
-        rename, transforms, comm: as in `load` and `save`; names are those below `subtree`.
+        select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
+            without running code; as an element of a sequence it becomes None, so that the others stay where they are.
+        subtree: a path, as text or keys: what is below it is the tree. All names begin there, those of select and of
+            rules too.
+        rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
         dry_run: writes nothing; the report says what would be lost, and what changes its form.
-        overwrite: replaces a file, or a checkpoint of ours. Other directories are never replaced.
+        overwrite: replaces a file, and sidecar files beside it, or a checkpoint of ours; other directories never.
         step: of training, kept in a checkpoint of ours; by default that of the destination's name, or of the source.
         on_read: takes the bytes that were read and those to read (None where ranks share them), from any thread.
 
@@ -151,56 +152,62 @@ def convert(
         CheckpointNotFound, FormatError, CorruptError: the state of the source, or views in it of far more bytes.
         TreeError: what cannot be read without running code, or what the format cannot hold.
         MismatchError: arguments that do not fit the source, or values that a cast would turn into infinity.
-        CheckpointExists: there is something at the destination.
+        CheckpointExists: there is something at the destination, or another sidecar file beside it.
     """
     to, directory = _format(text := os.fspath(destination), to)
     budget, limit = _sizes(to, directory, memory, max_shard_size)
     rules, left_out = as_rules(rename, transforms), globs_of(exclude, "exclude") or ()
-    tree = (globs_of(select) or (), left_out, subtree, rules, hub_names)
-    options = _Options(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
+    tree = (globs_of(select) or (), left_out, as_path(subtree, "subtree"), rules, hub_names)
+    options = ConvertJob(text, to, directory, dtype, limit, budget, *tree, lossy, dry_run, overwrite, step)
     return _convert(source, options, as_comm(comm), CountedStores(on_read))
 
 
-def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: CountedStores) -> ConvertReport:
+@gc_paused()
+def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: CountedStores) -> ConvertReport:
     """Opens the source, selects and casts its leaves, checks what the format can hold, and writes."""
     begin = time.perf_counter()
     dry_run = options.dry_run
-    wanted = LoadOptions(options.select or None, exclude=options.exclude, below=options.subtree)
-    checkpoint = open_source(source, counted, alone=comm.size == 1)
+    # a rule may leave out a part of what an entry of an archive holds: its checksum needs all of it
+    alone = comm.size == 1 and not options.rules and options.hub_names is None
+    checkpoint = open_source(source, counted, alone=alone)
     with contextlib.closing(checkpoint.store):
-        # `exclude` first: it puts None in the place of what cannot be read and stays in a sequence
-        kept = choosing.exclude(read_contents(checkpoint, wanted), options.exclude)
-        chosen = choosing.subtree(choosing.select(kept, options.select), options.subtree)
-        check_source(chosen)
-        chosen = _transformed(chosen, options)
-        if comm.size == 1 and not dry_run:
+        contents = read_contents(checkpoint)
+        below = LoadOptions(below=options.subtree).for_structure(contents.structure).below
+        chosen = _chosen(choosing.subtree(contents, below), options)
+        # a save takes these from rank 0 alone; all ranks lay out the files of other formats
+        sidecars = {name: read() for name, read in chosen.sidecars} if options.to != "treeckpt" or not comm.rank else {}
+        if alone and not dry_run:
             counted.expect(partial(read_nbytes, chosen, options.to))
         if options.to in ("torch", "dcp"):
             chosen = with_state_dicts(chosen, numbered=options.to == "torch")
         cast = cast_floats(chosen, options.dtype) if options.dtype is not None else chosen
-        held = _FITS[options.to](cast)
+        written_as = WRITTEN[options.to]
+        held = written_as.fit(cast)
         contents = held.contents
         if not (dry_run or options.lossy):
             refuse_losses(contents, options.to)
-        output = _lay_out(held, options)
+        output = None if written_as.lay_out is None else written_as.lay_out(held, options)
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
+        left = _misplaced(output, sidecars) if output is not None else () if written_as.keeps_files else tuple(sidecars)
+        if output is not None:
+            files = [OutputFile(name, len(data), ((0, data),)) for name, data in sidecars.items() if name not in left]
+            output = msgspec.structs.replace(output, files=(*output.files, *files))
         if not dry_run:
-            chosen.sums.check(_read_of(chosen, contents, options), comm, options.destination)
+            lost = {finding.path for finding in contents.findings if finding.lost}
+            read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
+            chosen.sums.check(read, comm, options.destination)
+            if comm.size == 1:
+                choosing.read_together(read)
         if output is not None:
             names, written = _write(output, options, comm)
         else:
-            names, written = ((), 0) if dry_run else _save(contents, options, comm)
+            write = None if dry_run else written_as.write
+            names, written = ((), 0) if write is None else write(held, sidecars, options, comm)
         assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
-    notes = [finding for finding in contents.findings if not finding.lost]
-    notes += [
-        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in chosen.unread
-    ]
-    if options.to != "treeckpt":
-        notes += [Finding(name, "a tree alone", "a sidecar file", "no part of it") for name, _ in chosen.sidecars]
-        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in chosen.metadata]
+    notes = tuple(finding for finding in contents.findings if not finding.lost)
     return ConvertReport(
         source=chosen.label,
         destination=options.destination,
@@ -211,17 +218,43 @@ def _convert(source: AnyPath | Store, options: _Options, comm: Comm, counted: Co
         nbytes=sum(leaf.nbytes for leaf in arrays),
         files=names,
         written_nbytes=written,
-        notes=tuple(notes),
+        notes=(*notes, *_left_behind(chosen, left, options.to)),
         losses=losses,
         dry_run=dry_run,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _transformed(contents: Contents, options: _Options) -> Contents:
-    """Returns the contents after all rules, those to the names of the hub last."""
+def _left_behind(source: Contents, sidecars: Iterable[str], to: str) -> list[Finding]:
+    """Returns what of a source is no part of what is written: files, and custom metadata.
+
+    Args:
+        sidecars: the names of its sidecar files that have no place there.
+    """
+    notes = [
+        Finding(name, "files of one format", "a file beside those read", "no part of it") for name in source.unread
+    ]
+    notes += [
+        Finding(name, "files of the format", "a sidecar file that has no place there", "no part of it")
+        for name in sidecars
+    ]
+    if to != "treeckpt":
+        gone = [key for key, value in source.metadata.items() if to != "safetensors" or not is_written(key, value)]
+        notes += [Finding(name, "a tree alone", "custom metadata", "no part of it") for name in gone]
+    return notes
+
+
+def _chosen(contents: Contents, options: ConvertJob) -> Contents:
+    """Returns the contents after the rules, of which the wanted leaves are kept; names of the hub come last."""
+    wanted = LoadOptions(options.select or None, exclude=options.exclude or None)
     if options.rules:
+        # before the rules: what they make is in no file
+        check_source(contents)
         contents = transform(contents, options.rules)
+        contents = choosing.choose(contents, wanted.for_structure(contents.structure))
+    else:
+        contents = choosing.choose(contents, wanted.for_structure(contents.structure))
+        check_source(contents)
     if options.hub_names is None:
         return contents
     from ..integrations.transformers import hub_rules
@@ -230,9 +263,17 @@ def _transformed(contents: Contents, options: _Options) -> Contents:
     return transform(contents, hub_rules(options.hub_names, specs))
 
 
-def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _misplaced(output: Output, sidecars: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Returns the names of sidecar files that cannot lie beside the files of a format, whose names they have."""
+    names = [file.name for file in output.files]
+    kind = format_of_names(names)
+    taken = {name.lower() for name in names}
+    return tuple(name for name in sidecars if name.lower() in taken or format_of_names([*names, name]) != kind)
+
+
+def _write(output: Output, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
     """Writes another format; returns the names of the files, and the bytes that this rank wrote."""
-    place, written = _local(options.destination), 0
+    place, written = local_destination(options.destination), 0
     if options.dry_run:
         check_free(place, output, overwrite=options.overwrite)
     else:
@@ -240,8 +281,11 @@ def _write(output: Output, options: _Options, comm: Comm) -> tuple[tuple[str, ..
     return tuple(file.name or Path(options.destination).name for file in output.files), written
 
 
-def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str, ...], int]:
+def _save(
+    held: FittedContents, sidecars: Mapping[str, bytes], options: ConvertJob, comm: Comm
+) -> tuple[tuple[str, ...], int]:
     """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
+    contents = held.contents
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
     report = _api.save(
         options.destination,
@@ -249,8 +293,7 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
         step=contents.step if step is None else step,
         comm=comm,
         custom_metadata=contents.metadata,
-        # a save takes these from rank 0 alone
-        files={name: read() for name, read in contents.sidecars} if comm.rank == 0 else None,
+        files=sidecars or None,
         overwrite=options.overwrite,
         max_shard_bytes=options.max_shard_size,
     )
@@ -260,8 +303,8 @@ def _save(contents: Contents, options: _Options, comm: Comm) -> tuple[tuple[str,
 def _format(destination: str, to: str | None) -> tuple[str, bool]:
     """Returns the format to write, and whether it is a directory."""
     suffix = Path(destination).suffix
-    kind = to or _SUFFIXES.get(suffix, "treeckpt")
-    if kind not in FORMATS:
+    kind = to or next((one.name for one in WRITTEN.values() if suffix in one.suffixes), "treeckpt")
+    if kind not in WRITTEN:
         raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind!r}")
     return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
 
@@ -293,7 +336,8 @@ def _bytes(size: int | str, name: str) -> int:
     return number
 
 
-def _local(destination: str) -> Path:
+def local_destination(destination: str) -> Path:
+    """Returns the local path of a destination; refuses a URL."""
     check_path(destination)
     scheme, separator, rest = destination.partition("://")
     if separator and scheme != "file":
@@ -310,31 +354,54 @@ def _local(destination: str) -> Path:
     return Path(rest if separator else destination).absolute()
 
 
-def _read_of(chosen: Contents, held: Contents, options: _Options) -> list[choosing.ContentsLeaf]:
-    """Returns the leaves that are not lost, with their paths in the source."""
-    lost = {finding.path for finding in held.findings if finding.lost}
-    above = f"{options.subtree}/" if options.subtree else ""
-    return [(above + path, leaf) for path, leaf in chosen.leaves if path not in lost]
+class WrittenFormat(msgspec.Struct, frozen=True):
+    """How a format is written."""
+
+    name: str
+    fit: Callable[[Contents], FittedContents]
+    """Returns the part of the contents that the format holds."""
+    lay_out: Callable[[FittedContents, ConvertJob], Output] | None = None
+    """Returns the files to write; None where `write` writes them."""
+    write: Callable[[FittedContents, Mapping[str, bytes], ConvertJob, Comm], tuple[tuple[str, ...], int]] | None = None
+    """Writes everything; returns the names of the files, and the bytes that this rank wrote."""
+    keeps_files: bool = False
+    """Whether `write` writes the sidecar files too, which it takes by name. They lie beside files that are laid out."""
+    suffixes: tuple[str, ...] = ()
+    """The ends of the names of destinations that are of this format."""
 
 
-_FITS = {"torch": fit_torch, "dcp": fit_dcp, "safetensors": fit_safetensors, "treeckpt": fit_treeckpt}
+WRITTEN: dict[str, WrittenFormat] = {}
+"""The formats that can be written, by name."""
+FORMATS: list[str] = []
+"""Formats that can be written; `register` adds its own."""
 
 
-def _lay_out(held: FittedContents, options: _Options) -> Output | None:
-    """Returns the files to write; None for a checkpoint of ours, which a save writes."""
-    if options.to == "torch":
-        from ._torch_write import lay_out_torch
+def add_written(written: WrittenFormat) -> None:
+    """Registers a format that can be written."""
+    WRITTEN[written.name] = written
+    FORMATS[:] = WRITTEN
 
-        return lay_out_torch(held)
-    if options.to == "dcp":
-        from ._torch_write import lay_out_dcp
 
-        return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD_NBYTES)
-    if options.to == "safetensors":
-        return lay_out_safetensors(
-            held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES
-        )
-    return None
+def _lay_out_torch(held: FittedContents, options: ConvertJob) -> Output:
+    from ._torch_write import lay_out_torch
+
+    return lay_out_torch(held)
+
+
+def _lay_out_dcp(held: FittedContents, options: ConvertJob) -> Output:
+    from ._torch_write import lay_out_dcp
+
+    return lay_out_dcp(held, max_shard_size=options.max_shard_size or SHARD_NBYTES)
+
+
+def _lay_out_safetensors(held: FittedContents, options: ConvertJob) -> Output:
+    return lay_out_safetensors(held, directory=options.directory, max_shard_size=options.max_shard_size or SHARD_NBYTES)
+
+
+add_written(WrittenFormat("treeckpt", fit_treeckpt, write=_save, keeps_files=True))
+add_written(WrittenFormat("torch", fit_torch, _lay_out_torch, suffixes=(".pt", ".pth", ".bin", ".ckpt")))
+add_written(WrittenFormat("dcp", fit_dcp, _lay_out_dcp))
+add_written(WrittenFormat("safetensors", fit_safetensors, _lay_out_safetensors, suffixes=(".safetensors",)))
 
 
 def to_safetensors(source: AnyPath | Store, destination: AnyPath, **options: Unpack[ConvertOptions]) -> ConvertReport:

@@ -44,7 +44,7 @@ from .._core.tree.structure import (
     keys_of,
 )
 from .._foreign.pickle_reader import brief
-from .._foreign.safetensors_read import TAGS
+from .._foreign.safetensors_read import METADATA, TAGS, tag_of
 from ..errors import FormatError, TreeError
 from ..trees._names import flatten_names
 from ._contents import Contents, Finding, map_leaves, tree_of
@@ -327,8 +327,11 @@ def fit_safetensors(contents: Contents) -> FittedContents:
     def change(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, LazyArray):
             return fit.lose(path, f"a value, {brief(leaf)}", NOTHING)
-        if leaf.spec.dtype not in TAGS.values():
-            return fit.lose(path, f"an array of {leaf.spec.dtype}", NOTHING)
+        if tag_of(leaf.spec) is None:
+            without = "" if leaf.spec.shape else " without a dimension"
+            return fit.lose(path, f"an array of {leaf.spec.dtype}{without}", NOTHING)
+        if path == METADATA:
+            return fit.lose(path, "an array of a name that the file has for its own metadata", NOTHING)
         return fit.array(path, leaf)
 
     contents = map_leaves(contents, change)
@@ -346,6 +349,30 @@ def fit_safetensors(contents: Contents) -> FittedContents:
     ]
     kept = {path: names[path] for path, leaf in contents.leaves if leaf is not None}
     return FittedContents(fit.with_findings(contents, *tied), whole, kept)
+
+
+def fit_arrays(contents: Contents) -> FittedContents:
+    """Fits contents to a format from outside: arrays by name, each by itself.
+
+    Raises:
+        TreeError: two leaves would have one name.
+    """
+    contents = lower_containers(contents, _CONTAINERS)
+    fit = _LeafFit("arrays by name")
+
+    def change(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, LazyArray):
+            return fit.lose(path, f"a value, {brief(leaf)}", NOTHING)
+        if leaf.spec.kind != "numpy":
+            fit.note(path, f"a {leaf.spec.kind}", "an array of numpy")
+        return leaf
+
+    contents = map_leaves(contents, change)
+    names = _names(contents)
+    if any(type(child) in _CONTAINERS for child in getattr(contents.structure, "children", ())):
+        fit.note("", "nested containers", "names with dots")
+    kept = {path: names[path] for path, leaf in contents.leaves if leaf is not None}
+    return FittedContents(fit.with_findings(contents), {}, kept)
 
 
 def refuse_losses(contents: Contents, name: str) -> None:
@@ -412,9 +439,10 @@ def check_growth(source: Contents, nbytes: int) -> None:
 
 
 def read_nbytes(contents: Contents, to: str) -> int:
-    """Returns the bytes of the arrays that a conversion reads: DCP has ties by themselves, safetensors views."""
+    """Returns the bytes of the arrays that a conversion reads: all but ours and torch have some ties by themselves."""
     sizes = {path: leaf.nbytes for path, leaf in contents.leaves if isinstance(leaf, LazyArray)}
-    ties = _ties_of(lower_containers(contents, _CONTAINERS)) if to != "dcp" else {}
+    shares = to in ("treeckpt", "torch", "safetensors")
+    ties = _ties_of(lower_containers(contents, _CONTAINERS)) if shares else {}
     left = [path for path, tie in ties.items() if to != "safetensors" or tie.view is None]
     return sum(sizes.values()) - sum(sizes[path] for path in left)
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class OutputFile(msgspec.Struct, frozen=True):
     """A file to be written, without its parts."""
 
     name: str
+    """Empty for the file that the destination is."""
     nbytes: int
     literals: tuple[tuple[int, bytes], ...]
     """The bytes that are known, with their offsets."""
@@ -75,7 +76,7 @@ class Output(msgspec.Struct, frozen=True):
     files: tuple[OutputFile, ...]
     parts: tuple[OutputPart, ...]
     directory: bool
-    """Whether the destination is a directory of the files, or the one file itself."""
+    """Whether the destination is a directory of the files, or the first of them, with the others beside it."""
 
     @property
     def nbytes(self) -> int:
@@ -86,8 +87,17 @@ def check_free(destination: Path, output: Output, *, overwrite: bool) -> None:
     """Refuses to write where something is.
 
     Raises:
-        CheckpointExists: a directory that is not empty; a file, without `overwrite`.
+        CheckpointExists: a directory that is not empty; a file, without `overwrite`; beside it one of another content.
     """
+    whole = output.directory or destination.is_dir()
+    for place in () if output.directory else beside(destination, output):
+        if os.path.lexists(place) and (not overwrite or not place.is_file()):
+            raise CheckpointExists(
+                str(place),
+                expected=f"nothing there yet, or the same, as it is written beside {destination.name}",
+                found="another one",
+                hint="Choose a destination in a directory of its own, or pass overwrite=True (--overwrite)",
+            )
     if output.directory and destination.is_dir() and not any(destination.iterdir()):
         return
     if not os.path.lexists(destination) or (not output.directory and overwrite and destination.is_file()):
@@ -97,9 +107,20 @@ def check_free(destination: Path, output: Output, *, overwrite: bool) -> None:
         expected="nothing there yet",
         found="a directory" if destination.is_dir() else "a file",
         hint="Choose another destination, or remove it first"
-        if output.directory or destination.is_dir()
+        if whole
         else "Choose another destination, or pass overwrite=True (--overwrite)",
     )
+
+
+def beside(destination: Path, output: Output) -> list[Path]:
+    """Returns the places beside a file where the other files of its output go, but for those that lie there already."""
+    places = [(destination.parent / file.name, file) for file in output.files if file.name]
+    return [place for place, file in places if not _is_there(place, file)]
+
+
+def _is_there(place: Path, file: OutputFile) -> bool:
+    data = b"".join(part for _, part in file.literals)
+    return place.is_file() and place.stat().st_size == len(data) and place.read_bytes() == data
 
 
 def run_output(output: Output, destination: Path, comm: Comm, *, memory: int, overwrite: bool) -> int:
@@ -145,7 +166,7 @@ class _NewFiles:
         self.place = destination
 
     def _path(self, file: OutputFile) -> Path:
-        return self.place / file.name if self.output.directory else self.place
+        return self.place / (file.name or self.destination.name)
 
     def create(self, digests: dict[int, bytes]) -> Conclusion[str]:
         """On rank 0: compares the ranks' plans and creates all files in their size; returns the temporary name."""
@@ -162,21 +183,17 @@ class _NewFiles:
             parent.mkdir(parents=True, exist_ok=True)
             _clear_litter(parent, self.destination.name)
             self.place = parent / f".{self.destination.name}.{secrets.token_hex(8)}.tmp"
-            if self.output.directory:
-                self.place.mkdir()
-            else:
-                self.place.touch(exist_ok=False)
+            self.place.mkdir()
             # after a success nothing is there any more
             self.cleanup.callback(_remove, self.place)
             if fcntl is not None:
                 self.cleanup.callback(os.close, _lock(self.place))  # so that it is not taken for litter
             for file in self.output.files:
                 # before any rank begins: a part's checksum goes into the middle of what is literal
-                with self._path(file).open("wb") as made:
+                with self._path(file).open("wb", buffering=0) as made:
                     made.truncate(file.nbytes)
                     for start, data in file.literals:
-                        made.seek(start)
-                        made.write(data)
+                        _pwrite(made.fileno(), memoryview(data), start)
         return Conclusion(self.place.name, last=False)
 
     def write(self, parts: Sequence[OutputPart], tile: int, *, every_file: bool) -> bytes:
@@ -191,7 +208,7 @@ class _NewFiles:
             for number in numbers:
                 fds[number] = os.open(self._path(self.output.files[number]), os.O_WRONLY | BINARY)
                 stack.callback(os.close, fds[number])
-            jobs = [pool.submit(write_part, fds[part.file], part, tile) for part in parts]
+            jobs = [pool.submit(_write_parts, fds, group, tile) for group in _together(parts, tile)]
             try:
                 for job in jobs:
                     job.result()
@@ -205,18 +222,41 @@ class _NewFiles:
 
     def publish(self, _: dict[int, bytes]) -> Conclusion[None]:
         """On rank 0: renames the files, after every rank has written its share."""
-        with write_errors_wrapped(str(self.destination)):
+        with write_errors_wrapped(str(self.destination)), contextlib.ExitStack() as undo:
+            sync_directory(self.place)
             if self.output.directory:
-                sync_directory(self.place)
                 with contextlib.suppress(FileNotFoundError):
                     self.destination.rmdir()  # an empty one only: check_free allowed it
                 self.place.rename(self.destination)
             else:
                 # something may be there by now
                 check_free(self.destination, self.output, overwrite=self.overwrite)
-                self.place.replace(self.destination)
+                for place in beside(self.destination, self.output):
+                    if not place.exists():
+                        undo.callback(_remove, place)
+                    (self.place / place.name).replace(place)
+                (self.place / self.destination.name).replace(self.destination)
+            undo.pop_all()
             sync_directory(self.destination.parent)
         return Conclusion(None)
+
+
+def _together(parts: Sequence[OutputPart], nbytes: int) -> list[list[OutputPart]]:
+    """Returns the parts in groups of at most so many bytes, each for one call of a thread; a larger part alone."""
+    groups: list[list[OutputPart]] = []
+    left = 0
+    for part in parts:
+        if part.nbytes > left:
+            groups.append([])
+            left = nbytes
+        groups[-1].append(part)
+        left -= part.nbytes
+    return groups
+
+
+def _write_parts(fds: Mapping[int, int], parts: Sequence[OutputPart], tile: int) -> None:
+    for part in parts:
+        write_part(fds[part.file], part, tile)
 
 
 def write_part(fd: int, part: OutputPart, tile: int) -> None:

@@ -13,7 +13,7 @@ from .._arrays.base import LazyArray
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, tiles
 from .._core.tree.spec import ArraySpec
-from .._foreign.safetensors_read import TAGS
+from .._foreign.safetensors_read import MAX_HEADER, METADATA, PACKED, TIES, tag_of
 from ..errors import TreeError
 from ._format_fit import FittedContents
 from ._output import Output, OutputFile, OutputPart
@@ -38,12 +38,14 @@ def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size
     homes = {path: number for number, shard in enumerate(shards) for _, path, _ in shard}
     files: list[OutputFile] = []
     parts: list[OutputPart] = []
-    base = {"format": "pt"} | {k: v for k, v in contents.metadata.items() if type(v) is str}
+    base = {"format": "pt"} | {k: v for k, v in contents.metadata.items() if is_written(k, v)}
     for number, shard in enumerate(shards):
-        # a name in the metadata of a file can only stand for a tensor of this file
+        # a tie can only be one of a tensor in the same file
         tied = {held.names[p]: held.names[tie.of] for p, tie in held.ties.items() if homes[tie.of] == number}
         shard = sorted(shard, key=lambda named: -dtype_of(named[2].spec.dtype).itemsize)  # so that none is misaligned
-        header, starts = encode_safetensors_header([(name, lazy.spec) for name, _, lazy in shard], base | tied)
+        noted = base | ({TIES: json.dumps(tied, ensure_ascii=False)} if tied else {})
+        header, starts = encode_safetensors_header([(name, lazy.spec) for name, _, lazy in shard], noted)
+        _check_header(len(header) - 8, contents.label, directory=directory)
         size = len(header) + sum(lazy.nbytes for _, _, lazy in shard)
         files.append(OutputFile(_shard_name(number, len(shards)) if directory else "", size, ((0, header),)))
         for (_, path, lazy), start in zip(shard, starts, strict=True):
@@ -55,6 +57,27 @@ def lay_out_safetensors(held: FittedContents, *, directory: bool, max_shard_size
         data = (json.dumps(document, indent=2) + "\n").encode()
         files.append(OutputFile("model.safetensors.index.json", len(data), ((0, data),)))
     return Output(tuple(files), tuple(parts), directory)
+
+
+def is_written(key: str, value: Any) -> bool:
+    """Returns whether custom metadata has a place in a file: texts do; some keys have a meaning of their own there."""
+    return type(value) is str and key not in ("format", TIES)
+
+
+def _check_header(nbytes: int, label: str, *, directory: bool) -> None:
+    """Refuses a header that no reader of safetensors takes.
+
+    Raises:
+        TreeError: it is longer.
+    """
+    if nbytes > MAX_HEADER:
+        fewer = "a smaller max_shard_size=, so that a file has fewer of them" if directory else "a directory of files"
+        raise TreeError(
+            label,
+            expected=f"names and metadata that take at most {MAX_HEADER} bytes in a file, as safetensors has it",
+            found=f"{nbytes} bytes",
+            hint=f"Write {fewer}, or take a part (select=)",
+        )
 
 
 def _shards(arrays: Sequence[Named], limit: int) -> list[list[Named]]:
@@ -90,14 +113,16 @@ def encode_safetensors_header(
     Raises:
         KeyError: safetensors has no such dtype.
     """
-    tags = {dtype: tag for tag, dtype in TAGS.items()}
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {METADATA: metadata} if metadata else {}
     starts: list[int] = []
     position = 0
     for name, spec in specs:
         nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
         offsets = [position, position + nbytes]
-        header[name] = {"dtype": tags[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        if (tag := tag_of(spec)) is None:
+            raise KeyError(spec.dtype)
+        shape = (*spec.shape[:-1], 2 * spec.shape[-1]) if spec.dtype == PACKED else spec.shape
+        header[name] = {"dtype": tag, "shape": shape, "data_offsets": offsets}
         starts.append(position)
         position += nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

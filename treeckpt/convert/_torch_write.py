@@ -220,15 +220,28 @@ def lay_out(entries: Mapping[str, bytes | int]) -> ZipLayout:
             literals.append((position, data))
         position += nbytes
     directory = position
+    records: list[bytes] = []
     crcs: dict[str, tuple[int, int]] = {}
     for text, head, nbytes, crc in heads:
         name, extra = text.encode(), struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, head)
         record = b"PK\1\2" + _common(name, crc, extra) + struct.pack("<HHHII", 0, 0, 0, 0, 0xFFFFFFFF) + name + extra
         crcs[text] = head + 14, position + 16
-        literals.append((position, record))
+        records.append(record)
         position += len(record)
-    literals.append((position, _end(len(entries), directory, position)))
-    return ZipLayout(position + len(literals[-1][1]), tuple(literals), starts, crcs)
+    end = b"".join((*records, _end(len(entries), directory, position)))
+    return ZipLayout(directory + len(end), _joined([*literals, (directory, end)]), starts, crcs)
+
+
+def _joined(literals: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Joins bytes that lie one behind the other."""
+    joined: list[tuple[int, list[bytes]]] = []
+    reached = -1
+    for start, data in literals:
+        if start != reached:
+            joined.append((start, []))
+        joined[-1][1].append(data)
+        reached = start + len(data)
+    return tuple((start, b"".join(parts)) for start, parts in joined)
 
 
 def _common(name: bytes, crc: int, extra: bytes) -> bytes:
@@ -274,10 +287,11 @@ def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
     except ValueError as error:
         raise TreeError(held.contents.label, expected="a name of its own for each leaf", found=f"{error}") from error
     entries: dict[str, Any] = {}
+    forms: dict[ArraySpec, TorchArchive] = {}
     items: list[Item] = []
     for name, value in flat.items():
         if isinstance(value, torch.Tensor):
-            entries[name], chunks = _tensor_entry(name, *arrays[id(value)])
+            entries[name], chunks = _tensor_entry(name, *arrays[id(value)], forms)
             items += chunks
         else:
             entries[name] = dcp.BytesStorageMetadata()
@@ -285,7 +299,14 @@ def lay_out_dcp(held: FittedContents, *, max_shard_size: int) -> Output:
     return _packed(entries, paths, items, max_shard_size)
 
 
-def _tensor_entry(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item]]:
+def _tensor_entry(
+    name: str, path: str, lazy: LazyArray, forms: dict[ArraySpec, TorchArchive]
+) -> tuple[Any, list[Item]]:
+    """Returns the entry of a tensor, and its chunks.
+
+    Args:
+        forms: the archive of a chunk by its spec: another chunk has the same one, with its own elements.
+    """
     dtype = torch_dtype(lazy.spec.dtype, path)
     chunks: list[Any] = []
     items: list[Item] = []
@@ -294,7 +315,11 @@ def _tensor_entry(name: str, path: str, lazy: LazyArray) -> tuple[Any, list[Item
         chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
         piece = _slice_of(lazy, box)
         index = dcp.MetadataIndex(name, box.offset, number)
-        items.append((index, build_archive(piece, [(path, piece)], {})))
+        if piece.spec not in forms:
+            forms[piece.spec] = build_archive(piece, [(path, piece)], {})
+        form = forms[piece.spec]
+        parts = tuple(msgspec.structs.replace(part, path=path, lazy=piece) for part in form.parts)
+        items.append((index, msgspec.structs.replace(form, parts=parts)))
     properties = dcp.TensorProperties(dtype=dtype)
     return dcp.TensorStorageMetadata(properties, torch.Size(lazy.spec.shape), chunks), items
 
@@ -327,7 +352,7 @@ def _packed(entries: dict[str, Any], paths: Any, items: Sequence[Item], limit: i
         parts += placed.parts
         places[index] = filesystem._StorageInfo(_file_name(len(files)), position, archive.nbytes)
         position += archive.nbytes
-    files.append(OutputFile(_file_name(len(files)), position, tuple(literals)))
+    files.append(OutputFile(_file_name(len(files)), position, _joined(literals)))
     metadata = dcp.Metadata(entries, paths, places, dcp.StorageMeta())
     # older versions of torch have no such number
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)

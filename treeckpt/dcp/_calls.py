@@ -6,9 +6,10 @@ The errors of treeckpt are raised as DCP's `CheckpointException`, by every rank 
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from traceback import StackSummary
@@ -19,12 +20,15 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.api import _wrap_exception as with_trace
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.logger import _dcp_logger as event_log
+from torch.distributed.checkpoint.logger import _dcp_method_logger as logs_events
+from torch.distributed.checkpoint.logger import _get_msg_dict as event_of
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict as allocate_meta_tensors
-from torch.distributed.checkpoint.state_dict_loader import load as load_through_dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_of_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_through_dcp
-from torch.distributed.checkpoint.state_dict_saver import save as save_through_dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_of_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_of_dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _api_bc_check as takes_positional_storage
 
@@ -44,6 +48,11 @@ from .._threads import call_in_thread
 from ..errors import CheckpointExists, CheckpointNotFound, MismatchError, RankError, TreeckptError, visible
 from ._names import Entry, Place, entries_of, fill_tensors, load_values, places_in
 from ._storage import FILE_SYSTEM_READER, FILE_SYSTEM_WRITER, DcpReader, DcpWriter, SavedMetadata
+
+# without their events: the calls of this module have logged their own
+save_through_dcp: Callable[..., Metadata] = vars(save_of_dcp)["__wrapped__"]
+async_save_through_dcp: Callable[..., Any] = vars(async_save_of_dcp)["__wrapped__"]
+load_through_dcp: Callable[..., None] = vars(load_of_dcp)["__wrapped__"]
 
 
 def comm_for(process_group: Any, *, no_dist: bool) -> Comm:
@@ -174,6 +183,7 @@ def _error_of(fault: Fault) -> Exception:
 OnConflict = Literal["error", "rank0"]
 
 
+@logs_events(log_exceptions=True)
 @takes_positional_storage
 def save(
     state_dict: Any,
@@ -227,6 +237,7 @@ def save(
     return SavedMetadata(storage.path)
 
 
+@logs_events(log_exceptions=True)
 def async_save(
     state_dict: Any,
     *,
@@ -291,7 +302,8 @@ def async_save(
 def _futures_of(pending: Pending, storage: DcpWriter, rank: int, *, lazy: bool) -> Any:
     """Returns the future of a background save; of one that stages lazily those of staging and save."""
     uploaded: Future[Any] = _new_future()
-    pending.add_done_callback(lambda _: _finish(pending, uploaded, storage, rank))
+    event = BackgroundEvent(storage)
+    pending.add_done_callback(lambda _: _finish(pending, uploaded, storage, rank, event))
     if not lazy:
         return uploaded
     staged: Future[None] = _new_future()
@@ -305,15 +317,38 @@ def _new_future() -> Future[Any]:
     return future
 
 
-def _finish(pending: Pending, uploaded: Future[Metadata], storage: DcpWriter, rank: int) -> None:
-    """Gives the future of a background save that has ended its result."""
+class BackgroundEvent:
+    """The events of a save while it goes on in the background, in DCP's logger: those of `save`, as DCP has them."""
+
+    def __init__(self, storage: DcpWriter) -> None:
+        self._begin_ns = time.time_ns()
+        self._event = event_of("save", storage_writer=storage) | {"log_exceptions": True}
+        event_log.debug(self._event | {"event": "start", "time": self._begin_ns})
+
+    def end(self, error: CheckpointException | None) -> None:
+        """Logs that the save has ended, with the error of one that failed."""
+        end_ns = time.time_ns()
+        if error is not None:
+            event_log.error(self._event | {"event": "exception", "error": f"{error}", "time": end_ns})
+        else:
+            spent = end_ns - self._begin_ns
+            event_log.debug(self._event | {"event": "end", "time": end_ns, "times_spent": spent})
+
+
+def _finish(
+    pending: Pending, uploaded: Future[Metadata], storage: DcpWriter, rank: int, event: BackgroundEvent
+) -> None:
+    """Gives the future of a background save that has ended its result, after its event is logged."""
     try:
         pending.result()
         if rank == 0:
             storage.publish_marker()
     except Exception as error:
-        uploaded.set_exception(exception_of("save", error, rank))
+        failed = exception_of("save", error, rank)
+        event.end(failed)
+        uploaded.set_exception(failed)
     else:
+        event.end(None)
         uploaded.set_result(SavedMetadata(storage.path))
 
 
@@ -413,6 +448,7 @@ def _digests(tree: dict[Any, Any], places: dict[str, Place], comm: Comm) -> dict
     return {path: xxhash.xxh3_128_digest(b"\0".join(parts)) for path, parts in found.items()}
 
 
+@logs_events(log_exceptions=True)
 @takes_positional_storage
 def load(
     state_dict: dict[str, Any],

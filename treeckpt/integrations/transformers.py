@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from .. import ArraySpec, Index, MismatchError, rules
+from .. import ArraySpec, Index, MismatchError, TreeckptError, rules
 
 __all__ = ["hub_rules", "module_rules"]
 
@@ -423,6 +423,8 @@ class RecordedOperation:
             )
         try:
             return record(self.op, self.to, input_dict, target_patterns, more)
+        except TreeckptError:
+            raise
         except (ValueError, IndexError, AttributeError, KeyError) as error:
             found = f"{error}"[:200]
             raise MismatchError(name, expected=f"arrays that {kind.__name__} fits", found=found) from error

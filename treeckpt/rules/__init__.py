@@ -22,6 +22,7 @@ import msgspec
 from .._core.format.decoding import decode_json
 from .._core.format.records import Index
 from .._core.public_names import publish
+from .._core.tree.paths import as_path
 from .._core.tree.spec import ArraySpec
 from ..errors import FormatError, TreeckptError
 from ._apply_rules import inverse as _inverse
@@ -78,8 +79,8 @@ __all__ = [
 publish(__name__, __all__, globals())
 
 
-Renaming = Mapping[str, str] | Iterable[tuple[str, str]] | None
-"""Pairs of a pattern and a new name."""
+Renaming = Mapping[Any, Any] | Iterable[tuple[Any, Any]] | None
+"""Pairs of a pattern and a new name, each a text, or a path as keys or an accessor of optree."""
 Transforms = Rule | str | Mapping[str, Any] | Iterable[Rule | str | Mapping[str, Any]] | None
 """Rules, or statements in the syntax of `parse`, or configurations of Paddle."""
 
@@ -281,12 +282,17 @@ def _pairs(rename: Any) -> tuple[tuple[str, str], ...]:
     )
     try:
         given: list[Any] = list(rename.items() if isinstance(rename, Mapping) else rename)
-        pairs = tuple((before, now) for before, now in given)
+        pairs = tuple((_name_of(before), _name_of(now)) for before, now in given)
     except (TypeError, ValueError) as error:
         raise invalid from error
     if any(isinstance(pair, str) for pair in given) or any(type(name) is not str for pair in pairs for name in pair):
         raise invalid
     return pairs
+
+
+def _name_of(given: Any) -> Any:
+    """Returns a pattern or a name: of an accessor of optree, or keys in a tuple, the path as text."""
+    return as_path(given, "rename") if isinstance(given, tuple) else given
 
 
 def as_rules(rename: Renaming, transforms: Transforms) -> tuple[Rule, ...]:

@@ -3,7 +3,8 @@
 In a pattern `*` matches any text and `$LAYER` (capitals) a whole number; the same name matches the same number
 everywhere. In a template the k-th `*` is replaced by the text of the pattern's k-th `*`, `$LAYER` by the number, and
 `${LAYER + 4}` by the result of an expression of integers, number names, `+ - * // %` and brackets. A pattern that ends
-before a `/` of a path matches everything below, which keeps its relative path; the template "" is the root.
+before a `/` of a path matches everything below, which keeps its relative path; "" is the root, as pattern and as
+template.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Pattern(msgspec.Struct, frozen=True):
         if not path.startswith(self.prefix):
             return None
         if self.regex is None:
+            if not self.text and below and path:  # the root, below which everything is
+                return ((_BELOW, f"/{path}"),)
             tail = path[len(self.prefix) :]
             return (((_BELOW, tail),) if tail else ()) if not tail or (below and tail[0] == "/") else None
         if (matched := self.regex.fullmatch(path)) is None:

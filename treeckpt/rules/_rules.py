@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+from optree import PyTreeAccessor
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
+from .._core.tree.paths import as_path
 from ..errors import MismatchError
 from . import _composed_array as arrays
 from ._composed_array import ComposedArray, SourceBox, saved
@@ -32,8 +34,8 @@ class BaseRule(
 ):
     """The base of all rules.
 
-    A list becomes a tuple, a name in the place of several a tuple of it, a number of numpy one of Python, and a dtype
-    its name.
+    A list becomes a tuple, a name in the place of several a tuple of it, a path as keys or an accessor of optree its
+    text, a number of numpy one of Python, and a dtype its name.
 
     Args:
         optional: whether the rule may match no leaf; otherwise that is an error, as a misspelt name looks the same.
@@ -69,8 +71,13 @@ def _fields(kind: type[BaseRule]) -> list[tuple[str, Any, str]]:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    if isinstance(value, str) and kind == tuple[str, ...]:
-        value = (value,)
+    if kind in (str, str | None) and isinstance(value, tuple):
+        return as_path(value, "a path")
+    if kind == tuple[str, ...]:
+        several = (value,) if isinstance(value, (str, PyTreeAccessor)) else value
+        if isinstance(several, (list, tuple)) and any(isinstance(name, tuple) for name in several):
+            several = tuple(as_path(name, "a path") if isinstance(name, tuple) else name for name in several)
+        value = several
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -421,10 +428,12 @@ class Dequantize(ArrayRule, frozen=True, tag="dequantize"):
 
 _SCALES = (("", "_scale_inv"), ("", "_scale"), ("weight", "scale"))
 """The ends of the names of arrays and of their scales, as checkpoints on a hub have them."""
+_CODED = (("weight", "SCB"), ("", ".absmax"), ("", "_zero_point"), ("weight", "zeros"))
+"""Those of arrays beside which there is more than a factor: the library that wrote them alone knows their values."""
 
 
 def check_scaled(path: str, dtypes: tuple[str, str], names: Container[str], *, at: str = "") -> None:
-    """Refuses a cast that would take float8 elements without the scales that are beside them.
+    """Refuses a cast that would take float8 or 8-bit integer elements without the scales that are beside them.
 
     Args:
         dtypes: the saved one, and the one that is wanted.
@@ -435,11 +444,23 @@ def check_scaled(path: str, dtypes: tuple[str, str], names: Container[str], *, a
         MismatchError: naming the rule that scales them.
     """
     before, after = dtypes
-    if not before.startswith("float8") or after.startswith("float8"):
+    quantized = before.startswith("float8") or (before in ("int8", "uint8") and "float" in after)
+    if not quantized or after.startswith("float8"):
         return
     at = at or path
-    ends = (at.removesuffix(old) + new for old, new in _SCALES if at.endswith(old))
-    if (there := next((name for name in ends if name in names), None)) is None:
+
+    def beside(ends: Sequence[tuple[str, str]]) -> str | None:
+        near = (at.removesuffix(old) + new for old, new in ends if at.endswith(old))
+        return next((name for name in near if name in names), None)
+
+    if (code := beside(_CODED)) is not None:
+        raise MismatchError(
+            path,
+            expected=f"{before} as it is coded by {code} beside it",
+            found=f"a cast to {after} without that",
+            hint="Load it with the library that quantized it; or ask for its own dtype, and for what is beside it",
+        )
+    if (there := beside(_SCALES)) is None:
         return
     cut = max(at.rfind("."), at.rfind("/")) + 1
     star = "*" + at[cut - 1 : cut]

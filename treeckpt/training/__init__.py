@@ -28,6 +28,9 @@ State saved under one parallelism is restored into any other. This package impor
   training do not continue; with `shuffle=True, generator=...` and no workers, which gives its sampler the same one,
   later epochs have another order. `restore` and `Manager.resume` warn of both (`tests/training/test_whole_loop.py`).
   A plain `DataLoader`, whose samples a loop skips by itself, draws alike and is not seen: seed its own with the epoch.
+- State dicts of other programs are restored from their files. Steps of wrappers in saved names that the model lacks, as
+  `module.` of DistributedDataParallel, are taken out; `RestoreReport.renamed` lists what that has changed
+  (`tests/training/test_restore_foreign.py`). `save` and `load` have the signatures of `hfai.checkpoint`.
 - Parts that the checkpoint has and a call does not name, such as a scheduler, are not restored: they are in
   `RestoreReport.ignored`; an `extra` comes back in the report. A warning names a scheduler, a loader or the state of an
   object in `extra` that was put into nothing while an optimizer was restored, and moments of parameters that are

@@ -19,10 +19,11 @@ from ..errors import FormatError, MismatchError
 from ..rules._rules import Carried, Drop, Rename, Renames, Rule
 from ..rules._view import ComposedLeaf, view_of
 from ._groups import ParamGroup, labels_of
-from ._modules import Key, Modules, collect_entries, key_path, parse_key
+from ._modules import Key, ModelEntries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
 from ._sources import GROUPS as _GROUPS
 from ._sources import STATE as _STATE
+from ._sources import holds_state_dicts, wrapper_rules
 
 _PARAMS, _NAMES = "params", "param_names"
 
@@ -177,7 +178,7 @@ class _Rearranged:
         self.index, self.lives = index, lives
         self.ties = {keys[0]: keys for keys in ties.values()}
         self.naming = _Naming(index, rules)
-        self.root = IndexPart(index.structure, range(len(index.leaves))).parts
+        self.root = _root_of(index)
 
     def _values(self, part: IndexPart) -> list[Any]:
         """Returns the values of a list in the index."""
@@ -212,11 +213,7 @@ class _Rearranged:
         groups: dict[str, Any] = {}
         for prefix, saved in state_dicts.items():
             self._add(prefix, saved, optimizer, groups)
-        root: dict[Any, Any] = dict(self.root) | {"optimizer": optimizer, _GROUPS: groups}
-        # `training.load` names several models by their position, as text.
-        if isinstance(self.root["model"].structure, ListNode):
-            root["model"] = {str(number): part for number, part in self.root["model"].parts.items()}
-        return _with_tree(self.index, _node(root))
+        return _with_tree(self.index, _node(self.root | {"optimizer": optimizer, _GROUPS: groups}))
 
     def _add(self, prefix: Key, saved: SavedStateDict, optimizer: dict[str, Any], groups: dict[str, Any]) -> None:
         names = self._names(prefix, saved)
@@ -306,6 +303,10 @@ def _with_tree(index: Index, tree: IndexPart) -> Index:
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
 
 
+def _root_of(index: Index) -> dict[Any, IndexPart]:
+    return IndexPart(index.structure, range(len(index.leaves))).parts
+
+
 def named_from_root(given: Checkpoint, rules: Sequence[Rule]) -> tuple[Checkpoint, tuple[Rule, ...]]:
     """Returns a checkpoint under the names that the first rules give, which only name leaves, and the other rules.
 
@@ -319,8 +320,13 @@ def named_from_root(given: Checkpoint, rules: Sequence[Rule]) -> tuple[Checkpoin
     return given.with_index(_with_tree(given.index, tree)), tuple(rules[count:])
 
 
-def as_training_state(given: Checkpoint, model: Modules, optimizer: Optimizers, rules: Sequence[Rule]) -> Checkpoint:
-    """Returns a checkpoint with state dicts of optimizers as a training state of ours; as it is if they are none.
+def as_training_state(
+    given: Checkpoint, model: ModelEntries, optimizer: Optimizers | None, rules: tuple[Rule, ...]
+) -> tuple[Checkpoint, tuple[Rule, ...]]:
+    """Returns a checkpoint with state dicts as a training state of ours, and the rules for it.
+
+    Models in a list become those of their positions, as text, by which `training.load` names several. Names that a
+    wrapper has changed get the rule that changes them back. State dicts of optimizers are rearranged.
 
     Args:
         model, optimizer: the live objects that it is for.
@@ -329,7 +335,13 @@ def as_training_state(given: Checkpoint, model: Modules, optimizer: Optimizers, 
     Raises:
         MismatchError: parameters have numbers that do not tell which they are.
     """
-    entries = collect_entries(model)
-    job = _Rearranged(given.index, name_optimizers(optimizer, entries), entries.ties, rules)
+    root = _root_of(given.index)
+    if "model" in root and isinstance(root["model"].structure, ListNode):
+        several = {str(number): part for number, part in root["model"].parts.items()}
+        given = given.with_index(_with_tree(given.index, _node(root | {"model": several})))
+    rules = (*rules, *wrapper_rules(given.index, model.entries, rules))
+    if optimizer is None or not holds_state_dicts(given):
+        return given, rules
+    job = _Rearranged(given.index, name_optimizers(optimizer, model), model.ties, rules)
     state_dicts = job.state_dicts()
-    return given if state_dicts is None else given.with_index(job.rearranged(state_dicts))
+    return (given if state_dicts is None else given.with_index(job.rearranged(state_dicts))), rules

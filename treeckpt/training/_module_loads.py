@@ -31,6 +31,7 @@ from .._arrays.dtensor import is_dtensor, is_sharded_tensor
 from .._arrays.registry import any_in_parts, new_array, parts_adapter, take_apart
 from .._arrays.stateful import StatePlan, load_code_of, object_states, plan_state
 from .._arrays.torch import dtype_name, torch_dtype
+from .._core.sharding.dtypes import cast_hint
 from .._core.tree.containers import PerRank
 from .._core.tree.dict_attributes import METADATA
 from .._core.tree.flatten import flatten, replace_leaves
@@ -180,14 +181,15 @@ def check_entry(entry: StateDictEntry, leaves: Mapping[str, ArraySpec | None], p
         )
     if spec.dtype == (dtype := dtype_name(live.dtype)):
         return
+    # before `cast` is asked for: with it, the values would be wrong
+    check_scaled(path, (spec.dtype, dtype), leaves)
     if not cast:
         raise MismatchError(
             path,
             expected=f"{dtype}, as the model has it",
             found=f"{spec.dtype} in the checkpoint",
-            hint="Pass cast=True to convert",
+            hint=cast_hint(spec.dtype, dtype),
         )
-    check_scaled(path, (spec.dtype, dtype), leaves)
 
 
 def check_extra_state(entry: StateDictEntry, path: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ _WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
 }
 """Wrapper classes, and the step that each adds to names."""
+WRAPPER_STEPS = frozenset(_WRAPPERS.values())
 
 _FLAT = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 
@@ -157,7 +158,7 @@ def collect_entries(model: Modules) -> ModelEntries:
         names, parameters = CleanNames(root, prefix), root.named_parameters(remove_duplicate=False)
         hidden += [names.entry(raw, parameter) for raw, parameter in parameters if id(parameter) not in there]
     every = (*entries, *hidden)
-    ties = tie_names((entry.key, id(entry.value)) for entry in every if isinstance(entry.value, nn.Parameter))
+    ties = tie_names((entry.key, id(entry.value)) for entry in every if entry.kind == "parameter")
     shards: dict[int, tuple[Any, Any]] = {}
     for whole in (entry.value for entry in entries if is_sharded_tensor(entry.value)):
         for shard, tensor in itertools.product(whole.local_shards(), (entry.value for entry in hidden)):
@@ -185,7 +186,8 @@ def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[s
     state_dict = live_state_dict(root, "/".join(("model", *prefix)))
     names = CleanNames(root, prefix)
     _join_metadata(metadata.setdefault(prefix, OrderedDict()), getattr(state_dict, METADATA, None), names)
-    saves, identities = buffer_owners(root), set(map(id, (*root.parameters(), *root.buffers())))
+    saves, parameters = buffer_owners(root), set(map(id, root.parameters()))
+    identities = parameters.union(map(id, root.buffers()))
     memory = _ModuleMemory(root)
     for raw, value in state_dict.items():
         entry = names.entry(raw, value)
@@ -193,7 +195,7 @@ def _collect_one(root: nn.Module, prefix: Key, metadata: dict[Key, OrderedDict[s
             entry.kind = "extra" if entry.name == _EXTRA_STATE_KEY_SUFFIX else "value"
             entry.live = False
         elif id(value) in identities:
-            entry.kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+            entry.kind = "parameter" if isinstance(value, nn.Parameter) or id(value) in parameters else "buffer"
         else:
             entry.kind, entry.live = memory.kind_of(value)
             entry.value = value if is_sharded_tensor(value) else value.detach()
@@ -322,7 +324,8 @@ class CleanNames:
 
     def __init__(self, root: nn.Module, prefix: Key) -> None:
         self._root, self._prefix = root, prefix
-        self._wrapper_steps: dict[str, list[str]] = {}
+        self.wrapper_steps: dict[str, list[str]] = {}
+        """The steps that the wrappers around a module add, by its clean name."""
         self._modules: dict[str, nn.Module] = {}
         self.chains: dict[str, list[nn.Module]] = {}
         """The wrappers of each module and the module itself, from the outside in, by its clean name."""
@@ -332,7 +335,7 @@ class CleanNames:
         self.chains.setdefault(name, []).append(module)
         step_name = _wrapper_step_of(module, name)
         if step_name is not None:
-            self._wrapper_steps.setdefault(name, []).append(step_name)
+            self.wrapper_steps.setdefault(name, []).append(step_name)
             self._walk(getattr(module, step_name), name)
             return
         self._modules[name] = module
@@ -342,7 +345,7 @@ class CleanNames:
 
     def key(self, raw: str) -> Key:
         """Returns the key of an entry of the root's state dict."""
-        return (*self._prefix, strip_wrappers(raw, self._wrapper_steps))
+        return (*self._prefix, strip_wrappers(raw, self.wrapper_steps))
 
     def entry(self, raw: str, value: Any) -> StateDictEntry:
         """Returns an entry of the root's state dict, as that of a parameter."""
@@ -360,7 +363,9 @@ def _wrapper_step_of(module: nn.Module, name: str) -> str | None:
                 f"model/{name}",
                 expected="a module whose parameters have names",
                 found="FullyShardedDataParallel, which joins them into flat ones",
-                hint="Use fully_shard (FSDP2), or save FSDP.state_dict_type(..., SHARDED_STATE_DICT) with tc.save",
+                hint="Use fully_shard (FSDP2). Or save {'model': a, 'optimizer': b} of a, b = get_state_dict(model, "
+                "optimizer) of treeckpt.dcp.state_dict with tc.save; to resume, fill it with tc.load_into, and call "
+                "set_state_dict. training.restore reads it too, into models of other layouts",
             )
         if full in _WRAPPERS:
             return _WRAPPERS[full]
@@ -474,6 +479,36 @@ def strip_wrappers(name: str, wrapper_steps: Mapping[str, Sequence[str]]) -> str
             clean.append(step)
             pending = list(wrapper_steps.get(".".join(clean), ()))
     return ".".join(clean)
+
+
+def wrapped_modules(root: nn.Module) -> dict[str, str]:
+    """Returns the names that the state dict of a module has for modules in wrappers, by their clean names."""
+    names, found = CleanNames(root, ()), dict[str, str]()
+    for raw in live_state_dict(root, "model") if names.wrapper_steps else ():
+        [clean] = names.key(raw)
+        module, rest = _split_name(clean, names.wrapper_steps)
+        if raw != clean and module is not None:
+            found[module] = raw.removesuffix(rest).removesuffix(".")
+    return found
+
+
+def with_wrappers(name: str, wrapped: Mapping[str, str]) -> str:
+    """Returns the name in a state dict of what has a clean name; the inverse of `strip_wrappers`.
+
+    Args:
+        wrapped: as `wrapped_modules` returns it.
+    """
+    module, rest = _split_name(name, wrapped)
+    return name if module is None else ".".join(part for part in (wrapped[module], rest) if part)
+
+
+def _split_name(name: str, modules: Container[str]) -> tuple[str | None, str]:
+    """Returns the innermost of some modules around what has a name, None without any, and the name inside of it."""
+    steps = name.split(".") if name else []
+    for depth in range(len(steps), -1, -1):
+        if (module := ".".join(steps[:depth])) in modules:
+            return module, ".".join(steps[depth:])
+    return None, name
 
 
 def key_path(key: Key) -> str:

@@ -182,6 +182,18 @@ def _masters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[int, t
     return {}
 
 
+def outside_parameters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[str, Tensor]:
+    """Returns the parameters of an optimizer that are not the models', by group and place: "0_3"."""
+    known = {**ties, **_masters(optimizer, ties)}
+    groups = (group["params"] for group in param_groups_of(optimizer) or ())
+    return {
+        f"{number}_{place}": parameter
+        for number, group in enumerate(groups)
+        for place, parameter in enumerate(group)
+        if id(parameter) not in known
+    }
+
+
 def _is_list_of(kind: type, value: object) -> bool:
     return isinstance(value, list) and all(isinstance(part, kind) for part in value)
 

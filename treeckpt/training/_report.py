@@ -164,6 +164,8 @@ class Sides(msgspec.Struct, frozen=True):
     """Why one side alone has a path in the optimizers' state, and what to do, where that is known."""
     lengths: Mapping[str, tuple[int, int]] = {}
     """Sequences in `extra` of other lengths: (items here, items saved)."""
+    under: str = ""
+    """Where the source was placed: rules see the names below that."""
 
 
 def check_keys(missing: Sequence[str], unexpected: Sequence[str], strict: Strict, sides: Sides) -> None:
@@ -232,7 +234,9 @@ def _renamed(missing: Sequence[str], unexpected: Sequence[str], sides: Sides, *,
     if not ours:
         return ""
     others = [path for path in unexpected if not path.startswith(_OF_OPTIMIZER)]
-    if (text := rename_hint(ours, others)) or not whole:
+    above = f"{sides.under}/" if sides.under else ""
+    own = [[path.removeprefix(above) for path in paths if path.startswith(above)] for paths in (ours, others)]
+    if (text := rename_hint(*own) if len(own[0]) == len(ours) else "") or not whole:
         return text
     others = [path for path in others if path.startswith("model/")]
     left, pairs = set(ours), dict[str, str]()
@@ -240,7 +244,7 @@ def _renamed(missing: Sequence[str], unexpected: Sequence[str], sides: Sides, *,
         pair = _renamed_part(min(left), left, set(others), sides)
         if pair is None:
             return ""
-        pairs[f"{pair[0]}*"] = f"{pair[1]}*"
+        pairs[f"{pair[0].removeprefix(above)}*"] = f"{pair[1].removeprefix(above)}*"
         left = {path for path in left if not path.startswith(pair[1])}
         others = [path for path in others if not path.startswith(pair[0])]
     return f"Leaves of the same shapes were saved under other names: pass rename={pairs}"

@@ -10,6 +10,7 @@ messages.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -25,7 +26,7 @@ from .._arrays.stateful import plan_state
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.leaf_differences import Strict, some_of
-from .._core.tree.paths import Selection
+from .._core.tree.paths import Selection, as_path
 from .._core.tree.structure import PerRankNode, TensorNode, key_text, parse_path
 from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
@@ -36,7 +37,7 @@ from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choi
 from .._loading.overlay import Bank
 from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_versions
-from ..errors import MismatchError
+from ..errors import CheckpointNotFound, MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
@@ -62,6 +63,7 @@ from ._module_loads import (
     without_ties,
 )
 from ._modules import (
+    ModelEntries,
     Modules,
     StateDictEntry,
     allocate_meta_tensors,
@@ -80,10 +82,12 @@ from ._report import RestoreReport, Sides, check_keys, tied_when_saved
 from ._sources import (
     RestoreSource,
     check_globs,
+    check_source,
     children_of,
     descend,
     holds_state_dicts,
     is_stored,
+    lacks_names,
     leaves_below,
     missing_part,
     nodes_by_name,
@@ -161,7 +165,7 @@ def restore(
     exclude: Selection = None,
     rename: Renaming = None,
     transforms: Transforms = None,
-    under: str = "",
+    under: Any = "",
     from_root: bool = False,
     strict: Strict = True,
     cast: bool = False,
@@ -186,7 +190,7 @@ def restore(
             they were saved (True insists). Meta modules get memory for this rank's share; what is not saved stays so.
         select, exclude: globs over `model/...` as rules name it, and "extra" if None: the rest stays, moments too.
         rename, transforms: as for `treeckpt.load`, on `model/...`; the optimizers' state follows (`rules.Carried`).
-        under: where in a training state the source belongs: "model" for a state dict alone. Rules see its own names.
+        under: the path in a training state where the source belongs: "model" of a state dict. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
@@ -198,13 +202,13 @@ def restore(
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
+    comm, under = as_comm(comm, sends_messages=False), under if isinstance(under, str) else as_path(under, "under")
     options = LoadOptions(
         **choice_of(select, exclude), strict=strict, cast=cast,
         rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
         fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
     )  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
-    comm = as_comm(comm, sends_messages=False)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     stored, once = following(source, options.read.follow_links), bool(options.read.once)
     return on_versions(stored, run, together=once) if is_stored(source) else run(source)
@@ -216,18 +220,23 @@ def _restore(
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
     opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
+    for checkpoint in opened if options.is_part else ():
+        with contextlib.suppress(CheckpointNotFound):  # one that may be missing
+            options = options.for_structure(checkpoint.index.structure)
     relay = open_relay(comm, opened, options.read.once)
     with together(relay):
         placed = place_under(given, under) if under else given
+        check_source(placed)
         if from_root and targets.optimizer is not None and isinstance(placed, Checkpoint):
             named, rest = named_from_root(placed, options.rules)
             if holds_state_dicts(named) and not holds_state_dicts(placed):
                 placed, options = named, msgspec.structs.replace(options, rules=rest)
-        arranged = placed
-        if targets.optimizer is not None and holds_state_dicts(placed):
-            arranged = as_training_state(placed, targets.model, targets.optimizer, options.rules)
-        source = open_source(arranged, comm, options, from_root=from_root)
-        job = _Restore(source, comm, targets, options)
+        model, arranged = collect_entries(targets.model), placed
+        if (targets.optimizer is not None and holds_state_dicts(placed)) or lacks_names(placed, model.entries):
+            arranged, rules = as_training_state(placed, model, targets.optimizer, options.rules)
+            options = msgspec.structs.replace(options, rules=rules)
+        source = open_source(arranged, comm, options, model.entries, under=under, from_root=from_root)
+        job = _Restore(source, comm, targets, options, model, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
         job.plan_model()
@@ -246,10 +255,18 @@ def _restore(
 class _Restore:
     """One restore on one rank."""
 
-    def __init__(self, source: RestoreSource, comm: Comm, targets: RestoreTargets, options: LoadOptions) -> None:
+    def __init__(
+        self,
+        source: RestoreSource,
+        comm: Comm,
+        targets: RestoreTargets,
+        options: LoadOptions,
+        model: ModelEntries,
+        under: str,
+    ) -> None:
         self.began = time.perf_counter()
-        self.source, self.comm, self.targets, self.options = source, comm, targets, options
-        self.model = collect_entries(targets.model)
+        self.source, self.comm, self.targets, self.options, self.under = source, comm, targets, options, under
+        self.model = model
         self.entries = self.model.entries
         self.optimizers: list[NamedOptimizer] = name_optimizers(targets.optimizer, self.model)
         self.plans: list[OptimizerPlan] = []
@@ -580,6 +597,7 @@ class _Restore:
                 reasons=self.reasons,
                 saved=self.source.leaves,
                 lengths=self.lengths,
+                under=self.under,
             ),
         )
 

@@ -6,7 +6,8 @@ were saved; arrays are filled in place at the end. A tree in memory provides onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, Protocol, TypeGuard
 
@@ -15,7 +16,7 @@ import msgspec
 from .._arrays.dtensor import is_dtensor
 from .._arrays.registry import abstract_of, decode, new_array, resolve
 from .._arrays.stateful import expand_states, state_tree
-from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Leaf, ValueRecord
+from .._core.format.records import AliasRecord, ArrayRecord, BlobRecord, Index, Leaf, ValueRecord
 from .._core.sharding.placements import Layout, MeshLayout, Replicate, held_by
 from .._core.sharding.region import Region
 from .._core.tree.containers import PerRank
@@ -47,16 +48,18 @@ from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms, as_rules, carried
-from ..rules._rules import Carried, Drop, Rule, placed_below
+from ..rules._rules import Carried, Drop, Renames, Rule, placed_below
 from ..rules._view import ComposedLeaf, View, view_of
 from ..trees import _moving
 from ..trees._per_rank_state import load_own
 from ._groups import is_same
-from ._modules import Key
+from ._modules import WRAPPER_STEPS, Key, StateDictEntry
 
 OnReport = Callable[[LoadReport], None]
 OWN = "/~rank*"
 """How the path of a leaf ends of which each rank has its own."""
+MAX_WRAPPERS = 6
+"""Steps of wrappers in one saved name that are looked at: each choice of them is tried."""
 
 
 class RestoreSource(Protocol):
@@ -608,6 +611,50 @@ def rules_of(rename: Renaming, transforms: Transforms, under: str, *, from_root:
     return (carried(*rules),) if rules and not from_root else rules
 
 
+def check_source(given: Any) -> None:
+    """Raises a MismatchError for what is no source of a restore."""
+    if not isinstance(given, Mapping) and not is_stored(given):
+        raise MismatchError(
+            "",
+            expected="a path, a store, a bank of them, or a tree as training.state gives it",
+            found=f"{type(given).__name__}",
+            hint="The path comes first: restore(path, model, optimizer)",
+        )
+
+
+def lacks_names(given: Any, entries: Iterable[StateDictEntry]) -> TypeGuard[Checkpoint]:
+    """Whether a source is a checkpoint that has not all names of the model here."""
+    return isinstance(given, Checkpoint) and not all(entry.path in given.index.by_path for entry in entries)
+
+
+def wrapper_rules(index: Index, entries: Iterable[StateDictEntry], rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Returns the rule that takes the steps of wrappers out of saved names, as `module.` of DistributedDataParallel.
+
+    Only names that the model here lacks are looked at, and only those count that are names of it without such steps.
+
+    Args:
+        rules: those that are applied before.
+    """
+    saved = view_of(index, rules, source_rank=0, rank=0, strict=False).by_path if rules else index.by_path
+    here = {entry.path for entry in entries}
+    missing, pairs = here.difference(saved), dict[str, str]()
+    for path in saved if missing else ():
+        above, _, name = path.rpartition("/")
+        steps = name.split(".")
+        places = [place for place, step in enumerate(steps) if step in WRAPPER_STEPS][:MAX_WRAPPERS]
+        if not places or path in here or "*" in path or "$" in path:
+            continue
+        for out in itertools.chain(*(itertools.combinations(places, n + 1) for n in range(len(places)))):
+            kept = [step for place, step in enumerate(steps) if place not in out]
+            if f"{above}/{'.'.join(kept)}" in missing:
+                inside = len(steps) - out[-1] - 1
+                pairs[f"{above}/{'.'.join(steps[: out[-1] + 1])}.*"] = f"{above}/{'.'.join((*kept[:-inside], '*'))}"
+                break
+    # the first that matches counts: that of a wrapper in another one
+    ordered = sorted(pairs.items(), key=lambda pair: -len(pair[0]))
+    return (carried(Renames(tuple(ordered), optional=True)),) if pairs else ()
+
+
 def place_under(given: Any, under: str) -> Any:
     """Returns a checkpoint, or a bank of opened ones, as if all that it holds were saved under a path; or a tree."""
     if isinstance(given, Mapping):
@@ -689,11 +736,20 @@ def holds_state_dicts(given: Any) -> TypeGuard[Checkpoint]:
     return {"model", "optimizer"} <= keys and "param_groups" not in keys
 
 
-def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool = False) -> RestoreSource:
+def open_source(
+    given: Any,
+    comm: Comm,
+    options: LoadOptions,
+    entries: Sequence[StateDictEntry] = (),
+    *,
+    under: str = "",
+    from_root: bool = False,
+) -> RestoreSource:
     """Opens a path or store, several of them, or a tree.
 
     Args:
-        from_root: as for `restore`, of the rules on each of several checkpoints.
+        entries: of the model here.
+        under, from_root: as for `restore`, of the rules on each of several checkpoints.
 
     Raises:
         MismatchError: the root is no training state.
@@ -702,19 +758,15 @@ def open_source(given: Any, comm: Comm, options: LoadOptions, *, from_root: bool
     source: Any
     if isinstance(given, Mapping):
         source = TreeSource(given, comm, options)
-    elif stored is not None:
+    else:
+        assert stored is not None, "checked before"
 
         def own_rules(origin: From) -> tuple[Rule, ...]:
-            return rules_of(origin.rename, origin.transforms, "", from_root=from_root)
+            assert isinstance(origin.path, Checkpoint), "the bank is opened"
+            rules = rules_of(origin.rename, origin.transforms, under, from_root=from_root)
+            return (*rules, *wrapper_rules(origin.path.index, entries, rules))
 
         source = CheckpointSource(stored, comm, options, own_rules)
-    else:
-        raise MismatchError(
-            "",
-            expected="a path, a store, a bank of them, or a tree as training.state gives it",
-            found=f"{type(given).__name__}",
-            hint="The path comes first: restore(path, model, optimizer)",
-        )
     root = source.structure
     if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
         keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"

@@ -34,7 +34,7 @@ from .._arrays.describe import (
     json_digest,
     piece_digests,
 )
-from .._arrays.registry import build_tensor, decode, library_of, like_of, new_array, resolve
+from .._arrays.registry import build_tensor, decode, library_of, like_of, new_array, resolve, resolve_function
 from .._arrays.stateful import state_tree
 from .._core.planning.rank_trees import GlobalTree, Inventory, LeafSpec, RankClass, merge_rank_trees
 from .._core.planning.save_plan import ArrayLeaf, array_leaves, assign_writers, overlapping_pieces, writes_of
@@ -382,6 +382,7 @@ class _Gather:
             leaves,
             resolve=resolve,
             build=build_tensor,
+            functions=resolve_function,
             rank=self.transport.rank,
             namespace=self.namespace,
         )
@@ -528,8 +529,15 @@ def broadcast(
     if transport.rank == src:
         return tree
     leaves = (new_leaf(leaf, plan.values, targets) for leaf in plan.inventory.leaves)
-    whole = plan.inventory.structure
-    return unflatten(whole, leaves, resolve=resolve, build=build_tensor, rank=transport.rank, namespace=namespace)
+    return unflatten(
+        plan.inventory.structure,
+        leaves,
+        resolve=resolve,
+        build=build_tensor,
+        functions=resolve_function,  # ranks of one job trust each other
+        rank=transport.rank,
+        namespace=namespace,
+    )
 
 
 # distribute -----------------------------------------------------------------------------------------------------------

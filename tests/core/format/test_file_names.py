@@ -132,6 +132,6 @@ def test_other_steps_are_refused(step, expected, found):
     assert (caught.value.path, caught.value.expected) == ("step", expected) and found in caught.value.found
 
 
-def test_names_of_steps_are_those_that_a_manager_gives():
+def test_names_of_steps_have_a_number_of_any_width_up_to_18_digits():
     names = ("step_00000007", "step_7", "step_123456789", "step_0000000123456789", "best", "step_1234567890123456789")
     assert [is_step_name(name) for name in names] == [True, True, True, True, False, False]

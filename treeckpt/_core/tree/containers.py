@@ -3,14 +3,14 @@
 Containers are dict (any insertion order, keys of str, int, bool, float, None, bytes and tuples of these), OrderedDict,
 defaultdict, list, tuple, namedtuple, struct sequence, deque, dataclass, `PerRank`, `KeyedTable`, `TensorParts`, mapping
 classes of other libraries (subclasses of dict, OrderedDict and UserDict, as transformers' ModelOutput), and every class
-registered with optree; but no instance of a class with `state_dict` and `load_state_dict`, which is saved by its state.
-Everything else is a leaf.
+registered with optree or with torch.utils._pytree; but no instance of a class with `state_dict` and `load_state_dict`,
+which is saved by its state. Everything else is a leaf.
 
 Items and attributes of a mapping class are read from, and put into, an instance's storage. Nothing of its class is
 called, neither at save nor at load. Attributes are those that are also items of the same name, and plain values.
 
-optree's own flattening is not used: it sorts the keys of a dict unless a process-wide mode is set, and has no place for
-dataclasses that are not registered, fields of struct sequences that are not items, or errors that name the path.
+The marks of this package are nodes of optree too, in the namespace `treeckpt`. `flatten` says why optree's own
+flattening is not used.
 """
 
 # A tree holds objects of any type.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -54,7 +55,10 @@ from .structure import (
     key_text,
 )
 from .tensor_parts import TensorParts
-from .value_codec import Value, encode_value, refuse_hash_collisions, type_name
+from .value_codec import Value, encode_function, encode_value, refuse_hash_collisions, type_name
+
+NAMESPACE = "treeckpt"
+"""The namespace of optree's registry in which `PerRank`, `FromRank` and `Sharded` are nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +93,33 @@ class FromRank:
     value: Any
     rank: int = 0
     __treeckpt_leaf__: ClassVar[bool] = True
+
+
+def _flatten_mark(mark: Any) -> tuple[Any, ...]:
+    others = tuple(getattr(mark, field.name) for field in dataclasses.fields(mark))[1:]
+    return (mark.value,), others, ("value",)
+
+
+class NodeFunctions(msgspec.Struct, frozen=True):
+    """The functions of a class that flatten and rebuild an instance, in the form of optree's."""
+
+    flatten_func: Callable[[Any], tuple[Any, ...]]
+    unflatten_func: Callable[[Any, Any], object]
+
+
+MARKS: dict[type, NodeFunctions] = {}
+"""The classes of this package that are nodes of optree in `NAMESPACE`."""
+
+
+def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
+    register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
+    register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+    MARKS[kind] = NodeFunctions(flatten, unflatten)
+
+
+register_mark(PerRank, _flatten_mark, lambda _, values: PerRank(values[0]))
+register_mark(FromRank, _flatten_mark, lambda others, values: FromRank(values[0], *others))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,7 +212,12 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
         return None  # decided without a look into the registries
     entry = registry_entry(kind, namespace)
     if entry is not None:
-        return _flatten_registered(tree, entry, path)
+        try:
+            return _flatten_registered(tree, entry, path)
+        except TreeError:
+            if not isinstance(entry, NodeFunctions):
+                raise
+            return None  # torch keeps any object beside the children, a constant as a whole
     if isinstance(tree, tuple):
         if optree.is_namedtuple(tree):
             fields = tuple(kind._fields)
@@ -249,18 +285,18 @@ def _flatten_dataclass(tree: Any, path: str) -> FlattenedContainer:
 
 
 def _flatten_registered(tree: Any, entry: Any, path: str) -> FlattenedContainer:
-    """Flattens an instance of a class that is registered with optree."""
+    """Flattens an instance of a registered class."""
     flat = entry.flatten_func(tree)
     children, auxiliary = list(flat[0]), flat[1]
     keys = list(flat[2]) if len(flat) > 2 and flat[2] is not None else list(range(len(children)))
-    fields = (type_name(type(tree)), encode_value(auxiliary, path))
+    fields = (type_name(type(tree)), encode_value(auxiliary, path, encode_function))
     # two children of one name would have one path
     if len({key_text(key, path) for key in keys}) != len(children) or len(keys) != len(children):
         raise TreeError(
             path,
             expected=f"{fields[0]} to name each of its {len(children)} children once",
             found=f"names {keys!r:.80}",
-            hint="Look at the flatten function that was registered with optree",
+            hint="Look at the flatten function that was registered for it",
         )
     return FlattenedContainer(partial(_keyed_node, CustomNode, fields, keys, path), keys, children)
 
@@ -272,10 +308,31 @@ def _flatten_mapping(tree: Any, items: dict[Any, Any], state: tuple[object, ...]
 
 
 def registry_entry(kind: type, namespace: str) -> Any:
-    """Returns the entry of a class in optree's registry, None for a class without one of its own (any namedtuple)."""
+    """Returns the entry of a class in optree's registry, else in torch's, with `flatten_func` and `unflatten_func`.
+
+    None for a class without one of its own, as any namedtuple, and for a leaf of this package.
+    """
+    if "__treeckpt_leaf__" in type.__getattribute__(kind, "__dict__"):
+        return None
     find: Any = optree.register_pytree_node.get  # pyright: ignore[reportUnknownMemberType, reportFunctionMemberAccess]
     entry: Any = find(kind, namespace=namespace)
-    return entry if entry is not None and entry.type is kind else None
+    return entry if entry is not None and entry.type is kind else _torch_entry(kind)
+
+
+def _torch_entry(kind: type) -> NodeFunctions | None:
+    """Returns the functions of a class that is registered with torch.utils._pytree, and that no other rule knows."""
+    node: Any = getattr(sys.modules.get("torch.utils._pytree"), "SUPPORTED_NODES", {}).get(kind)
+    if node is None or issubclass(kind, tuple) or is_plain_dataclass(kind) or mapping_base(kind) is not None:
+        return None
+
+    def flattened(tree: Any) -> tuple[Any, ...]:
+        if node.flatten_with_keys_fn is None:
+            return node.flatten_fn(tree)
+        pairs, context = node.flatten_with_keys_fn(tree)
+        steps = [next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)) for key, _ in pairs]
+        return [child for _, child in pairs], context, steps
+
+    return NodeFunctions(flattened, lambda context, children: node.unflatten_fn(list(children), context))
 
 
 @lru_cache(maxsize=1024)

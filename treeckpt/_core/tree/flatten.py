@@ -6,6 +6,28 @@ containers: `without_left_out` takes those out of a structure of which nothing i
 leaves into new containers like those of a given tree, `update_in_place` into the containers that the tree has.
 
 Nearly all of a tree is leaves, and containers of leaves only: these are handled without one more call of the recursion.
+
+The registry of optree is used, its flattening is not. Milliseconds of a process, the best of many runs:
+
+| tree | `flatten` | `optree.tree_flatten_with_path` | and `path_text` of its paths |
+|---|---|---|---|
+| 1,000 arrays in a dict | 0.4 | 0.2 | 1.5 |
+| moments of 1,000 parameters: 3,000 arrays | 4.1 | 1.2 | 7.0 |
+| moments of 33,333 parameters: 100,000 arrays | 267 | 81 | 282 |
+| 2,000 arrays in 4,001 containers | 10 | 1.4 | 6.3 |
+
+Leaves with paths as text, which an index needs, cost about the same by either way, and 4 % of a save of 1,000 arrays.
+optree then lacks
+
+- the order of the keys of a dict, in leaves and paths, unless a mode of the whole process is set;
+- the names of the fields of a namedtuple in paths, and of a struct sequence the fields that are no items (9 of 19 of
+  os.stat_result);
+- `_metadata` of a state dict and other attributes of an OrderedDict;
+- dataclasses and mappings of other libraries that are not registered: each is one leaf, with its arrays inside;
+- a structure as plain data: a `PyTreeSpec` is stored by pickle, or as `treespec` stores it;
+- an error that names the path of what cannot be stored.
+
+Neither keeps that one container is in two places: it is two containers afterwards, whose arrays stay one.
 """
 
 # A tree holds objects of any type.
@@ -17,6 +39,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -75,7 +98,7 @@ from .structure import (
     too_deep,
 )
 from .tensor_parts import BuildTensor, TensorParts
-from .value_codec import Resolver, decode_value
+from .value_codec import FunctionResolver, Resolver, decode_function, decode_value
 
 _DEEP = 50
 """Levels from which on a tree is flattened only where there is room on the stack for all walks that follow."""
@@ -215,6 +238,7 @@ def unflatten(
     *,
     resolve: Resolver,
     build: BuildTensor | None = None,
+    functions: FunctionResolver | None = None,
     rank: int = 0,
     namespace: str = "",
     refused: list[str] | None = None,
@@ -224,6 +248,8 @@ def unflatten(
     Args:
         leaves: in order; of a `PerRank` node, those of `rank`'s subtree only.
         resolve: finds the classes of namedtuples, dataclasses and registered nodes.
+        functions: finds the functions that registered nodes keep; by default they are refused, as the caller of such a
+            node would run what the writer of the structure has named.
         build: makes a tensor of its parts, by default they stay `TensorParts`.
         refused: receives the paths of containers that cannot be made, and become `...`, in place of those of what is
             in them; by default they are errors.
@@ -231,24 +257,27 @@ def unflatten(
     Raises:
         MismatchError: a class does not exist in this program, or has other fields.
     """
-    return _Unflattener(leaves, resolve, build, rank, namespace, refused).build(structure, "", "")
+    unflattener = _Unflattener(leaves, resolve, build, functions, rank=rank, namespace=namespace, refused=refused)
+    return unflattener.build(structure, "", "")
 
 
 class _Unflattener:
     """The state of one `unflatten`."""
 
-    __slots__ = ("_build", "_leaves", "_namespace", "_rank", "_refused", "_resolve")
+    __slots__ = ("_build", "_functions", "_leaves", "_namespace", "_rank", "_refused", "_resolve")
 
     def __init__(
         self,
         leaves: Iterator[object],
         resolve: Resolver,
         build: BuildTensor | None,
+        functions: FunctionResolver | None,
+        *,
         rank: int,
         namespace: str,
         refused: list[str] | None,
     ) -> None:
-        self._leaves, self._resolve, self._build = leaves, resolve, build
+        self._leaves, self._resolve, self._build, self._functions = leaves, resolve, build, functions
         self._rank, self._namespace, self._refused = rank, namespace, refused
 
     def build(self, node: Structure, path: str, prefix: str) -> Any:
@@ -329,7 +358,9 @@ class _Unflattener:
             raise _class_error(path, node.cls, f"{error}"[:200]) from error
 
     def _custom(self, node: CustomNode, kind: type, keys: Sequence[Any], children: list[Any], path: str) -> object:
-        auxiliary: Any = decode_value(node.auxiliary, path)
+        auxiliary: Any = decode_value(
+            node.auxiliary, path, resolve=self._resolve, extra=partial(decode_function, find=self._functions, path=path)
+        )
         if type(auxiliary) is tuple and auxiliary[:1] == (MARK,):
             try:
                 return new_mapping(kind, auxiliary, keys, children)
@@ -337,7 +368,7 @@ class _Unflattener:
                 raise _class_error(path, f"{node.cls}, a mapping", f"{error!r:.200}") from error
         entry = registry_entry(kind, self._namespace)
         if entry is None:
-            raise _class_error(path, node.cls, "a class not registered with optree")
+            raise _class_error(path, node.cls, "a class that is not registered", _REGISTER)
         try:
             return entry.unflatten_func(auxiliary, tuple(children))
         except Exception as error:  # raised by the user's function
@@ -379,13 +410,15 @@ def _check_fields(node: NamedTupleNode | StructSequenceNode | DataclassNode, kin
         raise _class_error(path, f"{node.cls} with fields {', '.join(node.fields)}", f"{fields}")
 
 
-def _class_error(path: str, expected: str, found: str) -> MismatchError:
-    return MismatchError(
-        path,
-        expected=f"the class {expected}",
-        found=found,
-        hint="Import the module that defines it before loading, or pass like= with a tree of your own",
-    )
+_IMPORT = "Import the module that defines it before loading, or pass like= with a tree of your own"
+_REGISTER = (
+    "Register it with optree or torch.utils._pytree before loading, in the namespace that is passed, "
+    "or pass like= with a tree of your own"
+)
+
+
+def _class_error(path: str, expected: str, found: str, hint: str = _IMPORT) -> MismatchError:
+    return MismatchError(path, expected=f"the class {expected}", found=found, hint=hint)
 
 
 def replace_leaves(

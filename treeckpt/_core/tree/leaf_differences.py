@@ -49,6 +49,8 @@ class LeafDifferences(msgspec.Struct, frozen=True):
     """Leaves that are saved and not wanted."""
     common: bool
     """Whether any leaf is on both sides, or left to be as it is."""
+    roots: frozenset[str] = frozenset()
+    """Keys at the root below which a leaf is on both sides; only where both sides have leaves alone."""
 
     @property
     def paths(self) -> list[str]:
@@ -90,7 +92,10 @@ def compare_leaves(
     missing = [path for path in wanted if path in lacking and wanted[path] is not ... and counts(path, covered)]
     unexpected = [path for path in saved if path not in wanted and counts(path, free)]
     common = bool(free) or any(path not in lacking and counts(path, free) for path in wanted)
-    return LeafDifferences(missing, unexpected, common=common)
+    alike = (path for path in wanted if path not in lacking) if missing and unexpected else ()
+    return LeafDifferences(
+        missing, unexpected, common=common, roots=frozenset(path.partition("/")[0] for path in alike)
+    )
 
 
 def check_same(differences: LeafDifferences, strict: Strict) -> None:
@@ -106,7 +111,7 @@ def check_same(differences: LeafDifferences, strict: Strict) -> None:
         raise disjoint(refused)
     texts = some_of("missing in the checkpoint", refused.missing), some_of("not asked for", refused.unexpected)
     others = "`...` in like for what you do not want"
-    hint = rename_hint(refused.missing, refused.unexpected)
+    hint = rename_hint(refused.missing, refused.unexpected) or _other_names_hint(differences)
     raise MismatchError(
         refused.paths[0],
         expected="the leaves of like and of the checkpoint to be the same"
@@ -117,6 +122,23 @@ def check_same(differences: LeafDifferences, strict: Strict) -> None:
         if refused.missing
         else f'Pass strict="missing" to leave the rest of the checkpoint unread, or {others}',
     )
+
+
+def _other_names_hint(differences: LeafDifferences) -> str:
+    """Returns what to do where both sides have something at a key of the root, without a name in common."""
+    for root in dict.fromkeys(path.partition("/")[0] for path in differences.missing):
+        if root in differences.roots:
+            continue
+        here, there = (
+            [path.removeprefix(f"{root}/") for path in paths if path.startswith(f"{root}/")][:3]
+            for paths in (differences.missing, differences.unexpected)
+        )
+        if here and there:
+            return (
+                f"Not one name below {root} is in both: like has {', '.join(here)}, the checkpoint {', '.join(there)}. "
+                "Give like the saved names, or pass rename={saved name: name in like}"
+            )
+    return ""
 
 
 def disjoint(differences: LeafDifferences, hint: str = "") -> MismatchError:
@@ -141,8 +163,10 @@ def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
     saved = set(unexpected)
     # a model's own weights are proposed before copies of them, such as an average in `extra`
     nearest = sorted(saved, key=lambda path: (not path.startswith("model/"), path.count("/"), path))
+    found: list[str] = []
     for path in nearest if missing else ():
-        same = next((i for i, (a, b) in enumerate(zip(missing[0], path, strict=False)) if a != b), 0)
+        shorter = min(len(missing[0]), len(path))
+        same = next((i for i in range(shorter) if missing[0][i] != path[i]), shorter)
         head = re.sub("[^/.]*$", "", path[:same])
         wanted, there = missing[0].removeprefix(head), path.removeprefix(head)
         prefix = max(wanted, there, key=len).removesuffix(min(wanted, there, key=len))
@@ -151,8 +175,13 @@ def rename_hint(missing: Sequence[str], unexpected: Iterable[str]) -> str:
         now, before = (head, head + prefix) if len(there) > len(wanted) else (head + prefix, head)
         if all(name.startswith(now) and before + name.removeprefix(now) in saved for name in missing):
             rest = ", strict='missing'" if len(saved) > len(missing) else ""
-            return f"They are in the checkpoint, {missing[0]} as {path}: pass rename={{'{before}*': '{now}*'}}{rest}"
-    return ""
+            found.append(f"{path}: pass rename={{'{before}*': '{now}*'}}{rest}")
+        if len(found) > 1:
+            break
+    if not found:
+        return ""
+    others = f", for the first of several: another one is {found[1].partition(':')[0]}" if len(found) > 1 else ""
+    return f"They are in the checkpoint, {missing[0]} as {found[0]}{others}"
 
 
 def some_of(what: str, paths: Sequence[str]) -> str:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from optree import PyTreeAccessor
+from optree import NamedTupleEntry, PyTreeAccessor, PyTreeEntry, StructSequenceEntry
 
 from ...errors import MismatchError, TreeError
-from .containers import PerRank
-from .structure import key_text, rank_key
+from .containers import PerRank, struct_sequence_fields
+from .structure import NamedTupleNode, PerRankNode, StructSequenceNode, Structure, containers_of, key_text, rank_key
 
 Selection = str | int | Sequence[Any] | None
 """Globs over paths, and paths as keys; see `globs_of`."""
@@ -39,8 +39,8 @@ def path_text(keys: Iterable[object]) -> str:
     'opt/0/a~1b'
 
     Args:
-        keys: dict keys, field names and positions from the root on; below a `PerRank` `PerRank(3)` is the step of rank
-            3, and `PerRank(...)` that of each rank, `~rank*`.
+        keys: dict keys, field names and positions from the root on, or an accessor of optree; below a `PerRank`
+            `PerRank(3)` is the step of rank 3, and `PerRank(...)` that of each rank, `~rank*`.
 
     Raises:
         TreeError: a key of a kind that no checkpoint holds.
@@ -48,8 +48,8 @@ def path_text(keys: Iterable[object]) -> str:
     if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         hint = "Give a tuple, of one key for a path of one step"
         raise TreeError("keys", expected="the keys of a path, in order", found=f"{keys!r:.60}", hint=hint)
-    steps = list(keys)
-    return "/".join(_step(key, f"keys[{position}]") for position, key in enumerate(steps))
+    steps = [_key_of_entry(key) if isinstance(key, PyTreeEntry) else key for key in keys]
+    return "/".join(_step(key, f"keys[{number}]") for number, key in enumerate(steps) if key is not _NO_STEP)
 
 
 def path_keys(text: str) -> tuple[object, ...]:
@@ -68,6 +68,21 @@ def path_keys(text: str) -> tuple[object, ...]:
         hint = "path_text(keys) makes it of keys"
         raise MismatchError("path", expected="a path as text", found=f"{text!r:.60}", hint=hint)
     return tuple(_key_of(step, text) for step in text.split("/")) if text else ()
+
+
+_NO_STEP = object()
+
+
+def _key_of_entry(entry: PyTreeEntry) -> object:
+    """Returns the key of an entry of an accessor; `_NO_STEP` for one into a mark that has no step in paths."""
+    if entry.type is PerRank:
+        return PerRank(...)
+    if "__treeckpt_leaf__" in vars(entry.type):
+        return _NO_STEP
+    # fields have their names in paths, positions in optree
+    if isinstance(entry, StructSequenceEntry):
+        return struct_sequence_fields(entry.type)[0][entry.entry]
+    return entry.field if isinstance(entry, NamedTupleEntry) else entry.entry
 
 
 def _step(key: object, where: str) -> str:
@@ -151,6 +166,8 @@ class _Parser:
 
 # globs --------------------------------------------------------------------------------------------------------------
 _WILD = re.compile(r"[*?[]")
+_FOREIGN_STEP = re.compile(r"(^|/)([0-9]+|value)(/|$)")
+"""A step that a path of optree has in the place of another one."""
 
 
 class Globs:
@@ -241,7 +258,43 @@ def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
         several = [given]
     if isinstance(several, (bytes, bytearray, Mapping)) or not isinstance(several, Iterable):
         raise _no_glob(given, what)
-    return tuple([one if isinstance(one, str) else _path_of(one, what) for one in several])
+    return tuple([as_path(one, what) for one in several])
+
+
+def with_field_names(globs: tuple[str, ...] | None, structure: Structure) -> tuple[str, ...] | None:
+    """Returns globs with the steps of our paths in the place of those that optree's paths have.
+
+    A field of a namedtuple has its name in a path, and its number in optree; a `PerRank` has `~rank*`, and `value` in
+    optree. Neither means anything else there. A glob with `*`, `?` or `[` stays as it is.
+    """
+    foreign = [glob for glob in globs or () if _FOREIGN_STEP.search(glob) and not _WILD.search(glob)]
+    if globs is None or not foreign:
+        return globs
+    kinds = (NamedTupleNode, StructSequenceNode, PerRankNode)
+    steps = {
+        path: {"value": "~rank*"}
+        if isinstance(node, PerRankNode)
+        else {str(number): key_text(field) for number, field in enumerate(node.fields)}
+        for node, path, _ in containers_of(structure)
+        if isinstance(node, kinds)
+    }
+
+    def ours(glob: str) -> str:
+        path = ""
+        for step in glob.split("/"):
+            path = "/".join(filter(None, (path, steps.get(path, {}).get(step, step))))
+        return path
+
+    return tuple(ours(glob) if glob in foreign else glob for glob in globs)
+
+
+def as_path(given: Any, what: str) -> str:
+    """Returns a path as text: a text as it is, or the text of its keys.
+
+    Raises:
+        MismatchError: something else was given.
+    """
+    return given if isinstance(given, str) else _path_of(given, what)
 
 
 def _is_key(element: object) -> bool:
@@ -251,9 +304,6 @@ def _is_key(element: object) -> bool:
 
 def _path_of(path: Any, what: str) -> str:
     """Returns the text of a path that is given as keys."""
-    if isinstance(path, PyTreeAccessor):
-        # fields have their names in paths, positions in optree
-        path = tuple(getattr(entry, "field", getattr(entry, "name", entry.entry)) for entry in path)
     keys: Any = (path,) if isinstance(path, int) and not isinstance(path, bool) else path
     if not isinstance(keys, tuple):
         raise _no_glob(path, what)

@@ -103,7 +103,7 @@ class DataclassNode(msgspec.Struct, frozen=True, tag="dataclass", array_like=Tru
 
 
 class CustomNode(msgspec.Struct, frozen=True, tag="custom", array_like=True):
-    """A class registered with optree; `auxiliary` is what its flatten function returned beside the children."""
+    """A registered class; `auxiliary` is what its flatten function returned beside the children."""
 
     cls: str
     auxiliary: Value

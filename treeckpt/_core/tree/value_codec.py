@@ -26,6 +26,7 @@ import fractions
 import io
 import math
 import pathlib
+import sys
 import types
 import uuid
 import zoneinfo
@@ -37,11 +38,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...errors import FormatError, MismatchError, TreeError
+from ...errors import FormatError, MismatchError, TreeckptError, TreeError
 from ..sharding.dtypes import dtype_of_text, dtype_text
 
 Resolver = Callable[[str], type]
 """Returns the class called `module:qualname` if the program has it already; raises LookupError otherwise."""
+FunctionResolver = Callable[[str], object]
+"""Returns the class or function called `module:qualname` likewise."""
 
 MAX_VALUE_DEPTH = 100
 """Levels of a value, at most: it is encoded and decoded by recursive calls."""
@@ -63,6 +66,26 @@ Value = None | bool | int | float | str | TypedValue
 def type_name(kind: type) -> str:
     """Returns the name of a class in files: `module:qualname`."""
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def encode_function(value: object) -> TypedValue | None:
+    """Returns the stored form of a function or class that a module has: its name, `module:qualname`; None for others.
+
+    It is stored as auxiliary data of a node, as of `optree.functools.partial`.
+    """
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or type(name) is not str:
+        return None
+    own = getattr(value, "__module__", None) or type(getattr(value, "__self__", None)).__module__
+    # a function of C code may not know its module: that of a library has it under its name, as torch.add
+    simple = name.rpartition(".")[2]
+    for module, path in ((own, name), (own.partition(".")[0], simple)):
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+        if found is value:
+            return TypedValue("function", (f"{module}:{path}",))
+    return None
 
 
 # encoding ------------------------------------------------------------------------------------------------------------
@@ -116,7 +139,12 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
         return _encode_enum(value, path, extra, depth)
     if (typed := _encode_numpy(value)) is not None:
         return typed
-    if extra is not None and (typed := extra(value)) is not None:
+    try:
+        typed = extra(value) if extra is not None else None
+    except TreeError as error:  # of a container in the structure of a tree
+        below = "/".join(filter(None, (path, error.path)))
+        raise TreeError(below, expected=error.expected, found=error.found, hint=error.hint) from error
+    if typed is not None:
         return typed
     raise TreeError(
         path,
@@ -366,8 +394,10 @@ def _decode(
         if extra is not None:
             return extra(TypedValue(value.kind, tuple(items)))  # pyright: ignore[reportArgumentType]
         raise LookupError(value.kind)
-    except MismatchError as error:  # a dtype that this program lacks
-        raise MismatchError(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    except (MismatchError, FormatError) as error:  # a dtype or class that this program lacks
+        raise type(error)(path, expected=error.expected, found=error.found, hint=error.hint) from error
+    except TreeckptError:
+        raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RuntimeError) as error:
         found = f"{value.kind:.40} ({error!s:.200})"
         raise FormatError(path, expected="a value of a known kind", found=found) from error
@@ -410,6 +440,35 @@ def _most_of_one_hash(members: Sequence[object]) -> int:
     return max(collections.Counter(hashes).values())
 
 
+def decode_function(value: TypedValue, find: FunctionResolver | None, path: str) -> object:
+    """Returns the function of a stored form that `encode_function` made.
+
+    Args:
+        find: returns the function called `module:qualname`; None refuses.
+
+    Raises:
+        MismatchError: it is refused, or not in this program.
+        LookupError: the value is of another kind.
+    """
+    if value.kind != "function":
+        raise LookupError(value.kind)
+    (name,) = value.items
+    if find is None:
+        raise MismatchError(
+            path,
+            expected="a container that keeps no function",
+            found=f"the function {name!s:.200}",
+            hint="Pass like= with a tree that has it; or, if you trust whoever wrote this, allow_pickle=True",
+        )
+    try:
+        return find(str(name))
+    except LookupError as error:
+        hint = "Import the module that defines it before loading, or pass like= with a tree of your own"
+        raise MismatchError(
+            path, expected=f"the function {name!s:.200}", found="none of that name in this program", hint=hint
+        ) from error
+
+
 def _decode_enum(
     value: TypedValue, path: str, resolve: Resolver | None, extra: Callable[[TypedValue], object] | None, depth: int
 ) -> object:
@@ -425,6 +484,8 @@ def _decode_enum(
         if isinstance(member, str):
             return known["_member_map_"][member]
         return _enum_member_by_value(kind, known, _decode(inner, path, resolve, extra, depth + 1))
+    except TreeckptError:
+        raise
     except (LookupError, ValueError, TypeError) as error:
         raise MismatchError(
             path,

@@ -6,10 +6,21 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ..._core.format.files import is_step_name, parse_file_name, step_of
+import msgspec
+
+from ..._core.format.files import (
+    MAX_SIDECAR_NBYTES,
+    MAX_SIDECARS,
+    MAX_SIDECARS_NBYTES,
+    alike_names,
+    is_sidecar_name,
+    is_step_name,
+    parse_file_name,
+    step_of,
+)
 from ..._core.format.index import INDEX_NAME
 from ..._core.text import count_text
 from ...errors import CheckpointNotFound, CorruptError, StoreError
@@ -34,51 +45,91 @@ _LISTED = 1000
 """Names at the end of such a list that are looked for."""
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """The ends of the names that files of torch.save mostly have."""
-HEAD = 9
+HEAD = 64
 """How many first bytes of a file tell its format."""
-_TEXTS = {
-    "torch": "a file of torch.save",
-    "dcp": "a directory of torch.distributed.checkpoint",
-    "hfai": "a directory of hfai.checkpoint",
-    "paddle": "a checkpoint of Paddle",
-    "recis": "a checkpoint of RecIS",
-    "safetensors": "a safetensors file",
-    "pickle": "a bare pickle, as torch before 1.6 wrote it",
-}
+
+
+class KnownFormat(msgspec.Struct, frozen=True):
+    """How a format of another program is recognised."""
+
+    name: str
+    text: str
+    """What it is called in messages."""
+    directory: Callable[[frozenset[str]], bool] | None = None
+    """Whether a directory is of it, by the names of its files; None where it is a file."""
+    file: Callable[[str, bytes], bool] | None = None
+    """Whether a file is, by its name and its first `HEAD` bytes; None where it is a directory."""
+
+
+_FORMATS: dict[str, KnownFormat] = {}
+"""The formats that are registered, by name, in the order in which they are asked."""
+
+
+def add_format(known: KnownFormat) -> None:
+    """Registers a format: it is asked before those that are there."""
+    others = {name: other for name, other in _FORMATS.items() if name != known.name}
+    _FORMATS.clear()
+    _FORMATS.update({known.name: known, **others})
 
 
 def format_of_names(names: Iterable[str]) -> str | None:
-    """Returns the format of a directory by its file names, as `treeckpt.convert.SOURCES` has them, or None."""
-    names = set(names)
-    if DCP_METADATA in names:
-        return "dcp"
-    if any(map(HFAI_PART.fullmatch, names)):
-        return "hfai"
-    if any(map(PADDLE_METADATA.fullmatch, names)):
-        return "paddle"
-    if names & {RECIS_KEYS, RECIS_READERS} or names >= {RECIS_DENSE, RECIS_EXTRA}:
-        return "recis"
-    if any(map(RECIS_UNDER_WAY.fullmatch, names)):
-        return "recis"
-    if any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names):
-        return "safetensors"
-    return None
+    """Returns the format of a directory by its file names; None for no known one."""
+    names = frozenset(names)
+    found = (known.name for known in _FORMATS.values() if known.directory is not None and known.directory(names))
+    return next(found, None)
 
 
 def format_of_head(name: str, head: bytes) -> str | None:
-    """Returns the format of a file by its name and first bytes: "torch", "paddle", "safetensors", "pickle", or None."""
-    if PADDLE_METADATA.fullmatch(name):
-        return "paddle"
+    """Returns the format of a file by its name and first bytes; None for no known one."""
     if name.endswith(DCP_DATA):  # tensors one after the other, each as a file of torch.save, of which one would be read
         return None
-    # a zip file, as torch.save writes it since torch 1.6
-    if head[:4] == b"PK\3\4":
-        return "torch"
-    # a length of 8 bytes, then JSON
-    if head[8:HEAD] == b"{":
-        return "safetensors"
-    # the opcode that pickles of protocol 2 and later begin with
-    return "pickle" if head[:1] == b"\x80" else None
+    found = (known.name for known in _FORMATS.values() if known.file is not None and known.file(name, head))
+    return next(found, None)
+
+
+def _any_matches(pattern: re.Pattern[str]) -> Callable[[frozenset[str]], bool]:
+    return lambda names: any(map(pattern.fullmatch, names))
+
+
+# those that are asked last come first
+def _is_recis(names: frozenset[str]) -> bool:
+    if names & {RECIS_KEYS, RECIS_READERS} or names >= {RECIS_DENSE, RECIS_EXTRA}:
+        return True
+    return any(map(RECIS_UNDER_WAY.fullmatch, names))
+
+
+add_format(
+    KnownFormat(
+        "pickle",
+        "a bare pickle, as torch before 1.6 wrote it",
+        # the opcode that pickles of protocol 2 and later begin with
+        file=lambda _, head: head[:1] == b"\x80",
+    )
+)
+add_format(
+    KnownFormat(
+        "safetensors",
+        "a safetensors file",
+        directory=lambda names: any(name.endswith((".safetensors", SAFETENSORS_INDEX)) for name in names),
+        # a length of 8 bytes, then JSON, which may begin with spaces
+        file=lambda name, head: head[8:9] == b"{" or name.endswith(".safetensors"),
+    )
+)
+# a zip file, as torch.save writes it since torch 1.6
+add_format(KnownFormat("torch", "a file of torch.save", file=lambda _, head: head[:4] == b"PK\3\4"))
+add_format(
+    KnownFormat(
+        "paddle",
+        "a checkpoint of Paddle",
+        directory=_any_matches(PADDLE_METADATA),
+        file=lambda name, _: PADDLE_METADATA.fullmatch(name) is not None,
+    )
+)
+add_format(KnownFormat("recis", "a checkpoint of RecIS", directory=_is_recis))
+add_format(KnownFormat("hfai", "a directory of hfai.checkpoint", directory=_any_matches(HFAI_PART)))
+add_format(
+    KnownFormat("dcp", "a directory of torch.distributed.checkpoint", directory=lambda names: DCP_METADATA in names)
+)
 
 
 def other_formats(names: Iterable[str], kind: str) -> list[str]:
@@ -96,6 +147,27 @@ def _is_part(name: str, kind: str) -> bool:
         parts = name in (RECIS_DENSE, RECIS_EXTRA), RECIS_READER.fullmatch(name), _RECIS_SHARD.fullmatch(name)
         return any(parts)
     return kind == "hfai" and HFAI_PART.fullmatch(name) is not None
+
+
+SIDECAR_SUFFIXES = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
+"""The ends of the names of small files that belong to a checkpoint of another program: configs, tokenizers, code."""
+
+
+def sidecar_names(sizes: Mapping[str, int]) -> list[str]:
+    """Returns, of the files in a directory of another program, those that are its sidecar files."""
+    left, names = MAX_SIDECARS_NBYTES, []
+    for name, nbytes in sorted(sizes.items()):
+        small = nbytes <= min(left, MAX_SIDECAR_NBYTES) and len(names) < MAX_SIDECARS
+        if small and is_sidecar_name(name) and name.endswith(SIDECAR_SUFFIXES) and not name.endswith(SAFETENSORS_INDEX):
+            names.append(name)
+            left -= nbytes
+    return [name for name in names if name not in alike_names(names)]
+
+
+def is_of_format(name: str) -> bool:
+    """Returns whether a file has a name that one of the formats gives its files."""
+    metadata = name == DCP_METADATA or PADDLE_METADATA.fullmatch(name) is not None
+    return metadata or name.endswith((DCP_DATA, ".safetensors", SAFETENSORS_INDEX, *TORCH_SUFFIXES))
 
 
 def names_text(names: Iterable[str]) -> str:
@@ -163,8 +235,8 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     if kind is None or INDEX_NAME in (names or ()):
         return None
     if kind == "pickle":
-        return _TEXTS[kind], "Load it with torch, in a place where its code may run, and save it anew"
-    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _TEXTS[kind]
+        return _FORMATS[kind].text, "Load it with torch, in a place where its code may run, and save it anew"
+    found = "a directory of safetensors files" if kind == "safetensors" and names is not None else _FORMATS[kind].text
     unread = other_formats(names or (), kind)
     return found + (f" (not read: {names_text(unread)})" if unread else ""), _as_it_is(url)
 

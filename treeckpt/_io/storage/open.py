@@ -1,15 +1,74 @@
-"""Opens a path or URL as the store of a checkpoint, or as a run."""
+"""Opens a path or URL as the store of a checkpoint, or as a run: by the scheme that `register` was given."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
-from .local_store import LocalRun, LocalStore, is_url, local_path
+import msgspec
+
+from ...errors import CheckpointError, StoreError, TreeckptError
+from .local_store import OBJECT_SCHEMES, LocalRun, LocalStore, is_url, local_path
 from .object_store import ObjectRun, ObjectStore
 from .store import RunStore, Store
+
+
+class _Scheme(msgspec.Struct, frozen=True):
+    """What opens the URLs of a scheme."""
+
+    store: Callable[[str], Store]
+    run: Callable[[str], RunStore] | None
+
+
+_SCHEMES: dict[str, _Scheme] = {}
+"""The schemes that are registered; URLs of others are those of fsspec."""
+_OF_FSSPEC = _Scheme(ObjectStore, ObjectRun)
+
+
+def is_same_function(first: Any, second: Any) -> bool:
+    """Whether two functions or classes are one, or one that was defined again, as a cell of a notebook that is run."""
+    return first is second or all(
+        getattr(first, name, None) == getattr(second, name, second) for name in ("__module__", "__qualname__")
+    )
+
+
+def register(scheme: str, store: Callable[[str], Store], run: Callable[[str], RunStore] | None = None) -> None:
+    """Has URLs of a scheme open a store of one's own, wherever a path is taken.
+
+    >>> shelf = {}
+    >>> def take(url):
+    ...     return shelf.setdefault(url, tc.MemoryStore(url))
+    >>> tc.stores.register("shelf", take)
+    >>> report = tc.save("shelf://top/left", {"step": 7})
+    >>> tc.load("shelf://top/left")
+    {'step': 7}
+
+    Args:
+        scheme: what stands before `://`.
+        store: returns the store of a checkpoint for its URL.
+        run: returns that of a run, for `Manager` and commands; without it, URLs of runs are refused.
+
+    Raises:
+        TreeckptError: it is no scheme of a URL, or another one is registered for it.
+    """
+    if not isinstance(scheme, str) or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme in ("file", "local"):
+        expected = "a scheme, as mine of mine://path: lower case letters, digits and + . -"
+        raise TreeckptError("scheme", expected=expected, found=f"{scheme!r:.80}")
+    known = _SCHEMES.get(scheme)
+    if known is not None and not (is_same_function(known.store, store) and is_same_function(known.run, run)):
+        raise TreeckptError("scheme", expected="one that is not registered", found=f"{scheme!r}, which is")
+    _SCHEMES[scheme] = _Scheme(store, run)
+
+
+for name in OBJECT_SCHEMES:
+    register(name, ObjectStore, ObjectRun)
+
+
+def _scheme_of(url: str) -> _Scheme:
+    return _SCHEMES.get(url.partition("://")[0], _OF_FSSPEC)
 
 
 def following(path: Any, follow_links: bool) -> Any:
@@ -36,7 +95,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
-        return ObjectStore(text) if is_url(text) else LocalStore(local_path(text))
+        return _scheme_of(text).store(text) if is_url(text) else LocalStore(local_path(text))
     if not isinstance(path, Store):
         raise CheckpointError(
             "path",
@@ -59,7 +118,14 @@ def open_run(run: str | os.PathLike[str] | RunStore, *, follow_links: bool | Non
             hint="A store holds one checkpoint; a run is the directory of several" if isinstance(run, Store) else "",
         )
     text = os.fspath(run)
-    return ObjectRun(text) if is_url(text) else LocalRun(local_path(text), follow_links=follow_links)
+    if not is_url(text):
+        return LocalRun(local_path(text), follow_links=follow_links)
+    opener = _scheme_of(text).run
+    if opener is None:
+        expected, scheme = "a scheme whose runs can be opened", text.partition("://")[0]
+        hint = f"Give treeckpt.stores.register({scheme!r}, ...) a `run` too"
+        raise StoreError(text, expected=expected, found="one registered for checkpoints alone", hint=hint)
+    return opener(text)
 
 
 def local_directory(path: Any) -> Path | None:
