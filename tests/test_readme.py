@@ -186,6 +186,7 @@ def test_the_table_of_formats_has_each_of_them() -> None:
     [rows] = re.findall(r"\| format \| read .*?\n\|[-|]+\n(.*?)\n\n", FORMATS_PAGE, re.DOTALL)
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows.splitlines()]
     names = {"torch.save": "torch", "DCP": "dcp", "safetensors": "safetensors", "hfai": "hfai", "Paddle": "paddle"}
+    names["RecIS"] = "recis"
     found = {names[word]: row for row in cells for word in names if word in row[0]}
     own = {"treeckpt", *_register._registered}
     assert set(found) == set(SOURCES) - own

@@ -228,7 +228,8 @@ def load(
     >>> tree = tc.load("run/step_00000100", {"model": {"weight": torch.empty(2, 4), "bias": ...}, "step": 0})
 
     Args:
-        path: as for save, or of a checkpoint of another program; a `Bank` or a list: later ones win.
+        path: as for save, or of a checkpoint of another program; a `Bank` or a list: later ones win,
+            in tables row by row.
         like: tensors, DTensors, `ArraySpec`s, anything with shape and dtype, `...` for no leaf. None: as saved, whole;
             an `optree.PyTreeSpec`: what it names, as saved.
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.

@@ -36,7 +36,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     """The facts about one checkpoint that policies decide by.
 
     Attributes:
-        step: of training.
+        step: of training, or the text by which it was saved.
         created_ns: Unix time at which the save began, in nanoseconds.
         metrics: that were saved with it.
         pinned: whether it is pinned.
@@ -45,7 +45,7 @@ class StepInfo(msgspec.Struct, frozen=True):
         damaged: whether a verification found changed bytes.
     """
 
-    step: int
+    step: int | str
     created_ns: int
     metrics: dict[str, float] = {}
     pinned: bool = False
@@ -56,7 +56,8 @@ class StepInfo(msgspec.Struct, frozen=True):
     @property
     def age(self) -> tuple[bool, int, int]:
         """Sort key; the oldest is first."""
-        return not self.abandoned, self.step if self.sequence is None else self.sequence, self.step
+        number = -1 if isinstance(self.step, str) else self.step
+        return not self.abandoned, number if self.sequence is None else self.sequence, number
 
 
 class All(msgspec.Struct, frozen=True, tag="all"):
@@ -76,7 +77,7 @@ class Last(msgspec.Struct, frozen=True, tag="last"):
 
 
 class EverySteps(msgspec.Struct, frozen=True, tag="every_steps"):
-    """Every checkpoint whose step is a multiple of `steps`.
+    """Every checkpoint whose step is a multiple of `steps`; one with a text in the place of a step has none.
 
     >>> tc.Manager("job", keep=[tc.policy.Last(1), tc.policy.EverySteps(1000)]).close()
     """
@@ -166,10 +167,10 @@ def _is_number(value: object, least: int) -> bool:
     return isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= least
 
 
-def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tuple[str, ...]]:
-    """Returns the steps that stay, in rising order, each with the reasons."""
+def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int | str, tuple[str, ...]]:
+    """Returns the steps that stay, in rising order after those with a text, each with the reasons."""
     by_age = sorted(steps, key=lambda info: info.age)
-    reasons: dict[int, list[str]] = {info.step: ["pinned"] for info in by_age if info.pinned}
+    reasons: dict[int | str, list[str]] = {info.step: ["pinned"] for info in by_age if info.pinned}
     for info in by_age:
         if info.damaged:
             reasons.setdefault(info.step, []).append("damaged: counts for no policy")
@@ -179,10 +180,11 @@ def kept(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> dict[int, tup
     for policy in policies:
         for step, reason in _chosen(ordered, policy):
             reasons.setdefault(step, []).append(reason)
-    return {step: tuple(reasons[step]) for step in sorted(reasons)}
+    order = sorted(reasons, key=lambda step: (isinstance(step, int), step))
+    return {step: tuple(reasons[step]) for step in order}
 
 
-def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]]:
+def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int | str, str]]:
     if isinstance(policy, All):
         return [(info.step, "all are kept") for info in ordered]
     if isinstance(policy, Last):
@@ -190,7 +192,8 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int, str]
         return [(info.step, f"one of the last {policy.count}") for info in last]
     if isinstance(policy, EverySteps):
         every = max(1, policy.steps)
-        return [(info.step, f"a multiple of {every} steps") for info in ordered if info.step % every == 0]
+        steps = [info.step for info in ordered if isinstance(info.step, int) and info.step % every == 0]
+        return [(step, f"a multiple of {every} steps") for step in steps]
     if isinstance(policy, Steps):
         named = set(policy.steps)
         return [(info.step, "asked for by number") for info in ordered if info.step in named]
@@ -228,8 +231,8 @@ def best_of(steps: Iterable[StepInfo], policy: Best) -> list[StepInfo]:
     return sorted(rated, key=lambda info: sign * info.metrics[policy.metric])
 
 
-def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int]:
-    chosen: list[int] = []
+def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int | str]:
+    chosen: list[int | str] = []
     last = None
     for info in ordered:
         if last is None or info.created_ns < last or info.created_ns >= last + int(seconds * 1e9):

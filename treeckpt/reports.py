@@ -98,6 +98,8 @@ class LoadReport(msgspec.Struct, frozen=True):
         dropped: paths in the checkpoint that a rule left out.
         renamed: leaves that rules only renamed: (path in the checkpoint, path as loaded).
         sources: for a load from several checkpoints, the report of each.
+        joined: keyed tables of which several checkpoints have rows: (path of the table, checkpoint, rows here that are
+            of it). Of an id that several have, the last one's row is taken.
         damaged: leaves that `Fallback(on_corrupt="skip")` left out, each with the bytes that are damaged.
         unverified_nbytes: bytes of `nbytes` that were compared with no checksum: all with `ReadOptions` of
             `verify=False` or `mmap=True`; in files of other programs those of entries without a CRC-32, or of which
@@ -118,6 +120,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     dropped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     sources: tuple[LoadReport, ...] = ()
+    joined: tuple[tuple[str, str, int], ...] = ()
     damaged: tuple[DamagedLeaf, ...] = ()
     unverified_nbytes: int = 0
     in_parts: tuple[tuple[str, str], ...] = ()
@@ -138,6 +141,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         rows += [f"  unmade      {path}" for path in self.unmade]
         rows += [f"  dropped     {path}" for path in self.dropped]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        rows += [f"  joined      {path}: {count_text(count, 'row')} of {url}" for path, url, count in self.joined]
         rows += [f"  {line}" for source in self.sources for line in str(source).splitlines()]
         return "\n".join(map(visible, rows))
 

@@ -14,10 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.format.files import step_of
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.text import json_number
-from treeckpt._runs.catalog import CheckpointInfo, mark_of, step_info
+from treeckpt._runs.catalog import CheckpointInfo, id_of, mark_of, step_info
 from treeckpt.policy import Best, Policy, kept, parse_keep
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
@@ -301,8 +300,8 @@ def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool)
     """
     take = per_rank_keyword(info)
     manager = None
-    if library.is_run(run) and mark_of(info) is not None:
-        call = f"state = manager.restore(step={info.step}{take})"
+    if library.is_run(run) and (mark := mark_of(info)) is not None:
+        call = f"state = manager.restore(step={mark.step!a}{take})"
         if newest:
             call = "manager.resume(model, optimizer)  # and scheduler=, loader=, extra= where they were saved"
         manager = f"import treeckpt as tc\nmanager = tc.Manager({run.store.url!a}, keep=None)\n{call}"
@@ -335,14 +334,9 @@ def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
 
 def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
     """Returns why complete checkpoints are kept, by name, without those that nothing keeps."""
-    by_step = {step: info for info in infos if (step := _retention_step(info)) is not None}
+    by_step = {step: info for info in infos if info.status == "complete" and (step := id_of(info)) is not None}
     found = kept((step_info(info) for info in by_step.values()), policies)
     return {by_step[step].name: reasons for step, reasons in found.items()}
-
-
-def _retention_step(info: CheckpointInfo) -> int | None:
-    """Returns the step of a checkpoint that retention decides about, None for any other directory."""
-    return step_of(info.name) if info.status == "complete" else None
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -387,7 +381,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
     statuses = Counter[str](map(status_of, infos))
     saves = Counter(save.state for info in infos for save in info.saving)
     reasons = reasons_of(infos, policies)
-    decided = (info for info in infos if policies and _retention_step(info) is not None)
+    decided = (info for info in infos if policies and info.status == "complete" and id_of(info) is not None)
     metrics = metric_names(infos, policies)
     gone = {info.name: info.disk_nbytes or 0 for info in decided if info.name not in reasons}
     complete = [info for info in infos if info.status == "complete" and not info.abandoned]

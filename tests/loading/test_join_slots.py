@@ -92,7 +92,7 @@ def test_rows_of_two_checkpoints_meet_by_id_under_any_parting(
     first, second = save_by(owners[0], ids, 0.25, partings[0]), save_by(owners[1], others, 0.5, partings[1])
     bank: Any = [first, tc.From(second, select="emb/slots/adam")]
     if data.draw(st.booleans(), "turned"):
-        bank = [second, tc.From(first, exclude="emb/slots/adam")]
+        bank = [tc.From(second, select="emb/slots/adam"), tc.From(first, exclude="emb/slots/adam")]
     library = data.draw(st.sampled_from(["numpy", "tensor"]))
     function, buckets = partings[2]
     found: dict[int, tuple[float, float]] = {}
@@ -115,8 +115,69 @@ def test_without_like_rows_meet_by_id() -> None:
     bank = [first, tc.From(second, select=["emb/slots/adam", "more"])]
     found = tc.load(bank)
     assert rows_of(found["emb"]) == joined([1, 2, 9], {1, 2, 9}, 0) and found["more"] == 1
-    turned = tc.load([second, tc.From(first, exclude="emb/slots/adam")])
+    turned = tc.load([tc.From(second, select="emb/slots/adam"), tc.From(first, exclude="emb/slots/adam")])
     assert rows_of(turned["emb"]) == joined([1, 2, 9], {1, 2, 9}, 0)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), st.lists(Ids, min_size=2, max_size=3), st.sampled_from(["load", "load_into", "without like"]))
+def test_rows_of_several_checkpoints_make_one_table(data: st.DataObject, sources: list[set[int]], how: str) -> None:
+    """Of an id that several have, the last one's row is taken, and the report says how many rows each gives."""
+    one = data.draw(Parting, "parting")  # without like the tables are of one partition
+    partings = [one if how == "without like" else data.draw(Parting, f"parting {n}") for n in range(len(sources))]
+    owners = [data.draw(st.integers(1, 2), f"owners {number}") for number in range(len(sources))]
+    marks = [0.25 * (number + 1) for number in range(len(sources))]
+    bank: Any = [save_by(*given) for given in zip(owners, sources, marks, partings, strict=True)]
+    last = {i: number for number, ids in enumerate(sources) for i in ids}
+    wanted = {i: (float(np.float32(row(i, marks[n]))), 10 * row(i, marks[n])) for i, n in last.items()}
+    function, buckets = data.draw(Parting, "wanted")
+    world = 1 if how == "without like" else data.draw(st.integers(1, 3), "wanted owners")
+    found: dict[int, tuple[float, float]] = {}
+    taken: list[tuple[str, str, int]] = []
+    for rank in range(world):
+        owned = tc.KeyedTable.share(rank, world, buckets)
+        options: Any = {"owned": owned, "partition": function, "buckets": buckets}
+        if how == "load_into":
+            mine = table(owned_by([5, 6, 7], owned, (function, buckets)), 0.75, **options)
+            report = tc.load_into(bank, {"emb": mine})
+        else:
+            reports: list[tc.LoadReport] = []
+            like = {"emb": target(**options)} if how == "load" else None
+            mine = tc.load(bank, like, on_report=reports.append)["emb"]
+            report = reports[0]
+        part = rows_of(mine)
+        assert how == "without like" or set(part) == set(owned_by(last, owned, (function, buckets)))
+        found |= part
+        taken += report.joined
+    assert found == wanted
+    for number in range(len(sources)):
+        given_rows = sum(count for _, _, count in taken[number :: len(sources)])
+        assert given_rows == sum(n == number for n in last.values())
+    assert {path for path, _, _ in taken} == {"emb"}
+
+
+def test_joined_rows_are_in_the_text_of_a_report(tmp_path: Path) -> None:
+    """recis-saver, lines 438-448: a bank fills the same tables from one path after the other."""
+    for name, ids, mark in (("a", [1, 2], 0.25), ("b", [2, 3], 0.5)):
+        tc.save(tmp_path / name, {"emb": table(ids, mark), "n": mark})
+    reports: list[tc.LoadReport] = []
+    tree = tc.load([tmp_path / "a", tmp_path / "b"], on_report=reports.append)
+    assert tree["n"] == 0.5
+    assert rows_of(tree["emb"]) == {1: (1.25, 12.5), 2: (2.5, 25.0), 3: (3.5, 35.0)}
+    assert f"joined      emb: 1 row of {tmp_path / 'a'}" in str(reports[0])
+    assert f"joined      emb: 2 rows of {tmp_path / 'b'}" in str(reports[0])
+    alone: list[tc.LoadReport] = []
+    tc.load([tmp_path / "a", tc.From(tmp_path / "b", exclude="emb")], on_report=alone.append)
+    assert not alone[0].joined
+
+
+def test_a_slot_that_some_of_several_checkpoints_have_is_filled_for_the_rows_of_others() -> None:
+    first, second = saved({"emb": table([1, 2], 0.25)}), saved({"emb": table([2, 3], 0.5)})
+    bare = saved({"emb": tc.KeyedTable(np.array([3, 4]), {"embedding": np.full((2, 2), 9, np.float32)})})
+    with pytest.raises(tc.MismatchError, match=r"emb/slots/adam.*none for 1 of them, as 4"):
+        tc.load([first, second, bare], strict=False)
+    found = tc.load([first, second, bare], {"emb": target(fill={"adam": -1.0})})["emb"]
+    assert rows_of(found) == {1: (1.25, 12.5), 2: (2.5, 25.0), 3: (9.0, 35.0), 4: (9.0, -1.0)}
 
 
 @pytest.mark.parametrize("how", ["load", "like", "load_into"])

@@ -111,7 +111,7 @@ def test_moments_of_another_checkpoint_are_joined_to_the_ids_under_other_owners(
     moments = ["extra/table/slots/exp_avg", "extra/table/slots/exp_avg_sq"]
     bank = [tmp_path / "old", tc.From(tmp_path / "new", select=moments)]
     if turned:
-        bank = [tmp_path / "new", tc.From(tmp_path / "old", exclude=moments)]
+        bank = [tc.From(tmp_path / "new", select=moments), tc.From(tmp_path / "old", exclude=moments)]
 
     def restored(fill: dict[str, float]) -> tuple[list[Any], list[Job]]:
         jobs = [Job(3) for _ in range(3)]

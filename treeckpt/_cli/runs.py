@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from .._core.format.files import MAX_STEP, is_step_name, step_of
+from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name, step_of
 from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
@@ -28,9 +28,11 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import CheckpointInfo, is_checkpoint, loadable_text, scan, with_verification
+from .._runs.catalog import CheckpointInfo, is_checkpoint, scan, with_verification
+from .._runs.leftovers import clean_checkpoint
+from .._runs.loadable_steps import loadable_text
 from .._runs.progress_bar import counting_bar
-from .._runs.run import RunDirectory, clean_checkpoint
+from .._runs.run import RunDirectory
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -224,7 +226,7 @@ def add_commands(commands: Commands) -> None:
         "being written. Of a step that is a link, the link goes."
     )
     rm.add_argument("run_path", metavar="RUN")
-    rm.add_argument("steps", metavar="STEP", type=_step, nargs="+")
+    rm.add_argument("steps", metavar="STEP", type=_id, nargs="+")
     rm.add_argument("--yes", action="store_true", help="do not ask; a must where the input is no terminal")
     rm.add_argument(
         "--grace",
@@ -239,7 +241,7 @@ def add_commands(commands: Commands) -> None:
     ):
         pin = commands.add(name, act, text)
         pin.add_argument("run_path", metavar="RUN")
-        pin.add_argument("step", metavar="STEP", type=_step)
+        pin.add_argument("step", metavar="STEP", type=_id)
 
 
 def _number(text: str, kind: type[int] | type[float], least: float, what: str) -> Any:
@@ -258,6 +260,16 @@ def _count(text: str) -> int:
 
 def _seconds(text: str) -> float:
     return _number(text, float, 0, "a number of seconds")
+
+
+def _id(text: str) -> CheckpointId:
+    """Parses a step, or the name by which a checkpoint was saved."""
+    if is_number_text(text.removeprefix("step_")):
+        return _step(text)
+    try:
+        return check_id(text)
+    except TreeckptError as error:
+        raise argparse.ArgumentTypeError(f"{error}") from error
 
 
 def _step(text: str) -> int:
@@ -330,11 +342,11 @@ def _rm(options: argparse.Namespace) -> int:
     run = RunDirectory(options.run_path)
     if problem := no_such_run(options.run_path) or _no_runs(options.run_path, run):
         return usage_error(problem)
-    planned, problems, absent = list[tuple[CheckpointInfo, Removal]](), list[str](), False
+    planned, problems, absent = list[tuple[CheckpointId, CheckpointInfo, Removal]](), list[str](), False
     # A step that is named twice is deleted once.
     for step in dict.fromkeys(options.steps):
         try:
-            planned.append(run.plan_deletion(step, force=True, grace=options.grace))
+            planned.append((step, *run.plan_deletion(step, force=True, grace=options.grace)))
         except CheckpointError as error:
             problems.append(f"{error}")
             absent = absent or isinstance(error, CheckpointNotFound)
@@ -346,19 +358,19 @@ def _rm(options: argparse.Namespace) -> int:
         rows = [
             (
                 info.name,
-                "link" if run.folder(step_of(info.name) or 0).is_link else info.status_text,
+                "link" if run.store.folder(info.name).is_link else info.status_text,
                 bytes_text(removal.nbytes),
                 info.error or "",
             )
-            for info, removal in planned
+            for _, info, removal in planned
         ]
         print_table(("step", "status", "size", "problem"), rows, right=("size",))
     if not options.yes and not _confirmed(count_text(len(planned), "step")):
         return 2
     gone, failed = list[tuple[CheckpointInfo, Removal]](), list[RetainedDirectory]()
-    for info, removal in planned:
+    for step, info, removal in planned:
         try:
-            run.delete(step_of(info.name) or 0, force=True, grace=options.grace)
+            run.delete(step, force=True, grace=options.grace)
         except (OSError, TreeckptError) as error:
             failed.append(RetainedDirectory(info.name, f"{type(error).__name__}: {error}"))
         else:
@@ -438,7 +450,7 @@ def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Seq
 
 
 def _print_report(report: CleanReport, *, alone: bool) -> None:
-    rows = [("kept", f"step {step}", "", report.why(step)) for step in report.kept]
+    rows = [("kept", id_text(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
     for one in report.removed:
         files = count_text(len(one.files), "file") if one.files else "directory"

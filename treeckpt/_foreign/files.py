@@ -24,8 +24,8 @@ from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import parse_shard_name
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, any_overlap, c_strides, flat_regions, intersect
-from .._core.tree.spec import ArraySpec
-from .._io.storage.foreign_formats import format_at, format_of_names
+from .._core.tree.spec import ArraySpec, TableSpec
+from .._io.storage.foreign_formats import format_at, format_of_names, newest_of_recis
 from .._io.storage.local_store import LocalStore
 from .._io.storage.open import local_directory, open_store
 from .._io.storage.store import DirectoryEntry, Store, StoreTraits
@@ -160,6 +160,7 @@ def foreign_at(path: Any) -> ForeignStore | None:
         names = [*store.sizes()]
         kind = format_of_names(names)
     else:
+        place = newest_of_recis(place)
         kind, names = format_at(place)
         store = LocalStore(place if names is not None else place.parent, follow_links=True)
     # shards without an index are valid safetensors, but ours; beside other files they are what a dead save has left
@@ -177,6 +178,8 @@ class ForeignTree(msgspec.Struct, frozen=True):
     metadata: dict[str, str] = {}
     unread: tuple[str, ...] = ()
     """The names of files of the same format in the directory that no index has."""
+    tables: dict[tuple[str, ...], TableSpec] = {}
+    """The partition of each keyed table, by the keys of the dict in the tree that has its columns (`TABLE_KEYS`)."""
 
 
 _ADDRESSES = 1 << 60

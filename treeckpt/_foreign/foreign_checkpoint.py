@@ -43,8 +43,8 @@ from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs, encode_runs
 from .._core.sharding.region import MAX_NDIM, Region
 from .._core.tree.flatten import flatten, unflatten
-from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import Structure
+from .._core.tree.spec import ArraySpec, TableSpec
+from .._core.tree.structure import DictNode, Node, Structure, TableNode
 from .._core.tree.value_codec import TypedValue
 from .._inspect.diff import Checksums
 from .._io.comm.comm import launched_rank
@@ -88,6 +88,8 @@ class ForeignContents(msgspec.Struct, frozen=True):
     """What files of another program hold, with the arrays left in them."""
 
     structure: Structure
+    untabled: Structure
+    """The same with a dict in the place of each keyed table."""
     leaves: tuple[tuple[str, Any], ...]
     """The leaves with their paths, in the structure's order: lazy arrays, values, and `...` for each refused one."""
     refused: tuple[RefusedLeaf, ...]
@@ -133,7 +135,10 @@ class ForeignCheckpoint(Checkpoint):
             if isinstance(leaf, LazyArray):
                 _check_shape(leaf.spec, path, self.url)
             arrays.append((path, leaf))
-        return ForeignContents(structure, tuple(arrays), tuple(refused), read.metadata, unread)
+        tabled = structure
+        for keys, spec in read.tables.items():
+            tabled = _with_table(tabled, keys, spec)
+        return ForeignContents(tabled, structure, tuple(arrays), tuple(refused), read.metadata, unread)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -188,6 +193,16 @@ class ForeignCheckpoint(Checkpoint):
         return self.sums.unverified(nbytes)
 
 
+def _with_table(structure: Structure, keys: Sequence[str], spec: TableSpec) -> Node:
+    """Returns a structure with a keyed table in the place of the dict at some keys, which has its columns."""
+    assert isinstance(structure, DictNode), "a table is below dicts"
+    if not keys:
+        return TableNode(spec, structure.children)
+    children, position = list(structure.children), structure.keys.index(keys[0])
+    children[position] = _with_table(children[position], keys[1:], spec)
+    return DictNode(structure.keys, tuple(children))
+
+
 Read = Callable[[ForeignStore, ArchiveChecksums, "list[RefusedLeaf]"], ForeignTree]
 """Reads the files of a format; the list receives leaves that only their own code could make, which become `...`."""
 READERS: dict[str, Read] = {}
@@ -227,6 +242,13 @@ def _read_safetensors(store: ForeignStore, sums: ArchiveChecksums, refused: list
     # `format` names the library that the file was written for
     metadata = {key: text for key, text in read.metadata.items() if key != "format"}
     return ForeignTree(dict(read.tree), metadata, read.unread)
+
+
+@add_reader("recis")
+def _read_recis(store: ForeignStore, sums: ArchiveChecksums, refused: list[RefusedLeaf]) -> ForeignTree:
+    from .recis_read import read_recis
+
+    return read_recis(store, sums, refused)
 
 
 @add_reader("hfai")
@@ -361,8 +383,9 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
     entries = {name: entry for name, entry in store.entries().items() if entry.regular}
     sizes = {name: entry.nbytes for name, entry in sorted(entries.items()) if not name.startswith(".")}
     # refused leaves are described as None; their values are replaced below
+    # a keyed table would be described by sorting its ids
     tree = unflatten(
-        contents.structure, iter([None if leaf is ... else leaf for _, leaf in contents.leaves]), resolve=resolve
+        contents.untabled, iter([None if leaf is ... else leaf for _, leaf in contents.leaves]), resolve=resolve
     )
     described = describe_tree(tree, rank=0)
     refused = {leaf.path: TypedValue(REFUSED, (leaf.what[:200], leaf.why)) for leaf in contents.refused}
@@ -387,7 +410,8 @@ def index_files(contents: ForeignContents, store: ForeignStore) -> ForeignIndex:
             record = ArrayRecord(record.spec, record.layout, finder.chunks(number, arrays[path]))
         leaves.append(record)
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
-    return ForeignIndex(**{**fields, "leaves": tuple(leaves)}, names=tuple(sizes), computed=computed)
+    fields |= {"leaves": tuple(leaves), "structure": contents.structure}
+    return ForeignIndex(**fields, names=tuple(sizes), computed=computed)
 
 
 def with_found_chunks(index: ForeignIndex) -> ForeignIndex:

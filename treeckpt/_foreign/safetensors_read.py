@@ -78,8 +78,13 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
     return entries, window.within(8 + length, window.size - 8 - length)
 
 
-def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str, str]]:
+def read_safetensors(
+    window: FileRange, *, tags: Mapping[str, str] = TAGS
+) -> tuple[dict[str, LazyArray], dict[str, str]]:
     """Returns the tensors of one file by name, and its metadata.
+
+    Args:
+        tags: the dtypes that it may have, by their names there.
 
     Raises:
         FormatError, CorruptError: it is no such file, or damaged.
@@ -89,7 +94,7 @@ def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str,
         given = raw.pop(METADATA, None)
         metadata = (msgspec.json.decode(given, type=dict[str, str] | None) if given is not None else None) or {}
         entries = {name: decode_json(entry, _SafetensorsEntry) for name, entry in raw.items()}
-        tensors = {name: _array(name, entry, data) for name, entry in entries.items()}
+        tensors = {name: _array(name, entry, data, tags) for name, entry in entries.items()}
         ties = _take_ties(metadata, tensors)
     except TreeckptError:
         raise
@@ -99,8 +104,8 @@ def read_safetensors(window: FileRange) -> tuple[dict[str, LazyArray], dict[str,
     return tensors | {name: tensors[of] for name, of in ties.items()}, metadata
 
 
-def _array(name: str, entry: _SafetensorsEntry, data: FileRange) -> LazyArray:
-    dtype, shape = TAGS.get(entry.dtype), entry.shape
+def _array(name: str, entry: _SafetensorsEntry, data: FileRange, tags: Mapping[str, str]) -> LazyArray:
+    dtype, shape = tags.get(entry.dtype), entry.shape
     if dtype is None:
         raise ValueError(f"dtype {entry.dtype[:20]!r} of {name[:80]!r}, which is not known")
     if dtype == PACKED:

@@ -14,7 +14,7 @@ shards of the save, so that another save has replaced it. Timings alone keep not
 record a failure stay for the grace period, or until a later save is committed. A reader is alive while its process runs
 and renews its lease.
 
-Never deleted: directories that are not named as steps, files that treeckpt did not write, those that could not be read,
+Never deleted: directories that no manager names, files that treeckpt did not write, those that could not be read,
 and pinned ones; unless forced, corrupt checkpoints and those in which a verification found damage (a person may still
 want to rescue what is in them). A file with a time in the future counts as new.
 """
@@ -30,6 +30,8 @@ from .._core.format.files import (
     CheckpointFile,
     deleted_name,
     final_name,
+    id_order,
+    id_text,
     is_undecided,
     parse_file_name,
     parse_progress_name,
@@ -123,13 +125,13 @@ class CleanReport(msgspec.Struct, frozen=True):
     """
 
     run: str
-    kept: dict[int, tuple[str, ...]]
+    kept: dict[int | str, tuple[str, ...]]
     removed: tuple[Removal, ...]
     left: tuple[RetainedDirectory, ...]
     failed: tuple[RetainedDirectory, ...] = ()
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
-    abandoned: tuple[int, ...] = ()
+    abandoned: tuple[int | str, ...] = ()
     foreign: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -137,7 +139,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         """Bytes that were removed, or with `dry_run` would be."""
         return sum(removal.nbytes for removal in self.removed)
 
-    def why(self, step: int) -> str:
+    def why(self, step: int | str) -> str:
         """Returns the reasons for keeping a step as text."""
         return ", ".join(self.kept[step]) + " (on an abandoned branch)" * (step in self.abandoned)
 
@@ -145,7 +147,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         word = "would go" if self.dry_run else "removed"
         steps = "1 step" if len(self.kept) == 1 else f"{len(self.kept)} steps"
         rows = [f"{self.run}: {steps} kept, {len(self.removed)} {word}"]
-        rows += [f"  kept      step {step}: {self.why(step)}" for step in self.kept]
+        rows += [f"  kept      {id_text(step)}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {directory.name}: {directory.why}" for directory in self.left]
         rows += [f"  failed    {directory.name}: {directory.why}" for directory in self.failed]
@@ -164,11 +166,11 @@ def plan_cleanup(
     """Decides about every directory of a run; returns the report of a dry run.
 
     Args:
-        folders: the directories that are named as steps, each step once.
+        folders: the directories that are named as steps, each step once, and those that a manager named.
         run: its path or URL.
         busy: names of directories in which the caller itself is saving.
     """
-    seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
+    seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: id_order(f.step))]
     infos = [state.folder for state in seen if state.folder.status == "complete"]
     stays = kept(infos, policies)
     removals: list[Removal] = []

@@ -11,6 +11,9 @@ Rows of a slot that come from another table than the ids, by rules or from anoth
 the ids of the table that they were saved with, whatever rules make of the rest of that table. An id that this table
 lacks is filled where the target has a fill value, and refused otherwise.
 
+Where several checkpoints of a bank give ids of one table, it gets the rows of all of them, joined by id: of an id that
+several have, the last one's row is taken, as far as that one has its slots (`RowGivers`).
+
 A table is never loaded in part: a slot that is not in the checkpoint, or not selected, is filled where the target has a
 fill value, and refused otherwise, because its old rows are not those of the new ids.
 """
@@ -34,7 +37,15 @@ from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import ChosenIds, TableColumn, buckets_of, check_partition, owned_text, table_path
+from .._core.tree.keyed_table import (
+    ChosenIds,
+    TableColumn,
+    buckets_of,
+    check_partition,
+    owned_text,
+    sort_rows,
+    table_path,
+)
 from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
@@ -58,6 +69,16 @@ class Rows(msgspec.Struct, frozen=True):
     count: int
     picked: np.ndarray | None = None
     """The numbers of the wanted rows, where they are not `start:start + count`."""
+
+
+class GivenRows(msgspec.Struct, frozen=True):
+    """The rows of a column that one checkpoint gives."""
+
+    giver: Load
+    leaf: Leaf
+    joined: Join
+    whole: ArraySpec
+    """What is wanted of kind, dtype and row shape, with all saved rows."""
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -295,6 +316,9 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
     table = column.view.table
     if job.options.ids is not None and (chosen := job.options.ids.beside(ids_path)) is not None:
         return _chosen_slot(job, column, path, leaf, (ids_path, ids), chosen)
+    givers: RowGivers | None = job.options.rows.get(ids_path)
+    if givers is not None:
+        return _united_slot(job, column, path, leaf, givers)
     rows = column.view.rows
     if rows is None:
         rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
@@ -308,18 +332,11 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
             theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
             joined = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
             column.view.joins[giver, own.number] = joined
-        return _joined(
-            job,
-            giver,
-            leaf=leaf,
-            path=path,
-            whole=_with_rows(wanted, leaf),
-            joined=joined,
-            fill=table.fill.get(column.name),
-        )
+        given = GivenRows(giver, leaf, joined, _with_rows(wanted, leaf))
+        return _joined(job, [given], path, joined.missing, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     if rows.picked is not None:
-        return _joined(job, job, leaf=leaf, path=path, whole=whole, joined=Join(rows.picked), fill=None)
+        return _joined(job, [GivenRows(job, leaf, Join(rows.picked), whole)], path)
     if rows.count < rows.saved:
         row = whole.shape[1:]
         region = Region((rows.start, *(0 for _ in row)), (rows.count, *row))
@@ -356,7 +373,19 @@ def _chosen_slot(
         return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(chosen), path).leaf)
     giver = job.options.joined.get(path, job)
     joined = find_chosen(giver, ids_to_join(giver, leaf, path, job, ids) or ids, ids_path, chosen)
-    return _joined(job, giver, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), joined=joined, fill=fill)
+    return _joined(job, [GivenRows(giver, leaf, joined, _with_rows(wanted, leaf))], path, joined.missing, fill)
+
+
+def _united_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None, givers: RowGivers) -> LeafPlaceholder:
+    """Adds the rows of a column that several checkpoints give, or fills them."""
+    table, wanted = column.view.table, _wanted(job, column, path)
+    ids = givers.ids(table.spec, table.owned)
+    if column.kind == "ids":
+        return _given_ids(job, wanted, ids, path)
+    if leaf is None:
+        return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, len(ids), path).leaf)
+    given, missing = givers.column(path, wanted, table.spec, table.owned, alone=job.options.joined.get(path))
+    return _joined(job, given, path, missing, table.fill.get(column.name))
 
 
 def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
@@ -482,32 +511,31 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     ids = home.find(ids_path) if home is not job or job.selected(ids_path) else None
     if ids is None or ids.number not in home.index.tables:
         return None
+    wanted = msgspec.structs.replace(spec, device=None) if job.options.device is None else spec
+    givers: RowGivers | None = job.options.rows.get(ids_path)
+    if givers is not None:
+        saved = home.index.tables[ids.number]
+        united = givers.ids(saved, (0, saved.buckets))
+        if is_ids:
+            return _given_ids(job, wanted, united, path)
+        given, missing = givers.column(path, wanted, saved, (0, saved.buckets), alone=job)
+        return _joined(job, given, path, missing)
     chosen = job.options.ids.beside(ids_path) if job.options.ids is not None else None
     own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
     if chosen is None and own is None:
         return None
-    wanted = msgspec.structs.replace(spec, device=None) if job.options.device is None else spec
     if chosen is not None:
         joined = find_chosen(job, own or ids, ids_path, chosen)
         _refuse_missing(job, joined, ids_path)
-        return (
-            _given_ids(job, wanted, chosen, path)
-            if is_ids
-            else _joined(job, job, leaf=leaf, path=path, whole=_with_rows(wanted, leaf), joined=joined, fill=None)
+        if is_ids:
+            return _given_ids(job, wanted, chosen, path)
+    else:
+        assert own is not None, "else the rows are its own"
+        mine, theirs = (
+            ids_of(x, table_ids, ids_path, all_rows(x, table_ids)) for x, table_ids in ((home, ids), (job, own))
         )
-    assert own is not None, "else the rows are its own"
-    mine, theirs = (
-        ids_of(x, table_ids, ids_path, all_rows(x, table_ids)) for x, table_ids in ((home, ids), (job, own))
-    )
-    return _joined(
-        job,
-        job,
-        leaf=leaf,
-        path=path,
-        whole=_with_rows(wanted, leaf),
-        joined=join(mine, theirs, all_rows(job, own)),
-        fill=None,
-    )
+        joined = join(mine, theirs, all_rows(job, own))
+    return _joined(job, [GivenRows(job, leaf, joined, _with_rows(wanted, leaf))], path, joined.missing)
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
@@ -525,34 +553,131 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
 
 
 def _joined(
-    job: Load, giver: Load, leaf: Leaf, path: str, whole: ArraySpec, joined: Join, fill: float | None
+    job: Load,
+    given: Sequence[GivenRows],
+    path: str,
+    missing: Sequence[int] | np.ndarray = (),
+    fill: float | None = None,
 ) -> LeafPlaceholder:
     """Adds the rows of a column, each in its place in the table of `job`.
 
     Args:
-        whole: what is wanted of kind, dtype and row shape, with all saved rows.
+        missing: the ids of the table of which nobody gives a row.
+        fill: the number that fills these.
     """
-    missing, count = joined.missing, len(joined.rows) + len(joined.missing)
+    count, last = sum(len(one.joined.rows) for one in given) + len(missing), given[-1]
     if len(missing) and fill is None:
         raise MismatchError(
             path,
             expected=f"a row for each of the table's {count} ids",
-            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {giver.checkpoint.url}",
+            found=f"none for {len(missing)} of them, as {missing[0]}, in the table of {last.giver.checkpoint.url}",
             hint=f"Pass like with a KeyedTable(..., fill={{{path.rpartition('/')[2]!r}: 0.0}}), or leave the slot out",
         )
-    giver.check(path, leaf, whole)
-    giver.claims.take(path, leaf)
+    for one in given:
+        one.giver.check(path, one.leaf, one.whole)
+        one.giver.claims.take(path, one.leaf)
+    row = last.whole.shape[1:]
     if len(missing) and fill is not None:
-        own = _filled(job, fill, whole, count, path)
+        own = _filled(job, fill, last.whole, count, path)
     else:
-        own = job.new(msgspec.structs.replace(whole, shape=(count, *whole.shape[1:])), path)
-    assert leaf.spec is not None, "columns are arrays"
-    row = whole.shape[1:]
-    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
-    pieces = [part for piece in own.pieces for part in row_pieces(piece.data, joined, row, nbytes)]
-    batch = job.batch if giver is job else giver.new_batch()
+        own = job.new(msgspec.structs.replace(last.whole, shape=(count, *row)), path)
+    for one in given:
+        assert one.leaf.spec is not None, "columns are arrays"
+        nbytes = math.prod(row) * dtype_of(one.leaf.spec.dtype).itemsize
+        pieces = [part for piece in own.pieces for part in row_pieces(piece.data, one.joined, row, nbytes)]
+        batch = job.batch if one.giver is job else one.giver.new_batch()
+        batch.add_target(path, one.leaf, ArrayTarget(one.whole, own.leaf, pieces))
+        if one.giver is not job:
+            job.batch.after.append(partial(job.run_now, batch))
     job.loaded += 1
-    batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, pieces))
-    if giver is not job:
-        job.batch.after.append(partial(job.run_now, batch))
     return LeafPlaceholder(own.leaf)
+
+
+# rows of several checkpoints --------------------------------------------------------------------------------------
+
+
+class _KnownIds(msgspec.Struct, frozen=True):
+    """The rows of a saved table that are wanted, and their ids."""
+
+    rows: Rows
+    ids: np.ndarray
+
+
+class RowGivers:
+    """The checkpoints of a bank that give rows of one table, and which gives which.
+
+    Args:
+        jobs: loads that see them, the last one first in rank.
+        path: of the table's ids.
+    """
+
+    def __init__(self, jobs: Sequence[Load], path: str) -> None:
+        self.jobs, self._path = jobs, path
+        self._known: dict[tuple[int, int, TableSpec, tuple[int, int]], _KnownIds] = {}
+        self._united: dict[tuple[TableSpec, tuple[int, int]], np.ndarray] = {}
+        self.taken = [0] * len(jobs)
+        """How many rows of the table each checkpoint gives."""
+
+    def ids(self, spec: TableSpec, owned: tuple[int, int]) -> np.ndarray:
+        """Returns the ids that any of them has, of a range of buckets, in the order of these."""
+        if (united := self._united.get((spec, owned))) is not None:
+            return united
+        parts = [self._of(job, self._ids_leaf(job), spec, owned).ids for job in self.jobs]
+        every = np.concatenate(parts)
+        order = _last_rows(every, spec)
+        stops = np.cumsum([len(part) for part in parts])
+        counts = np.bincount(np.searchsorted(stops, order, side="right"), minlength=len(parts)).tolist()
+        self.taken = [taken + count for taken, count in zip(self.taken, counts, strict=True)]
+        united = self._united[spec, owned] = every[order]
+        return united
+
+    def column(
+        self, path: str, wanted: ArraySpec, spec: TableSpec, owned: tuple[int, int], *, alone: Load | None
+    ) -> tuple[list[GivenRows], np.ndarray]:
+        """Returns the rows of a slot that each gives, and the ids of which none has a row.
+
+        Args:
+            alone: the checkpoint that gives all of the slot, if it has not rows of its own here.
+        """
+        jobs: Sequence[Load] = self.jobs
+        if alone is not None and all(job.checkpoint is not alone.checkpoint for job in jobs):
+            jobs = [alone]
+        leaves: list[tuple[Load, Leaf, _KnownIds]] = []
+        for job in jobs:
+            if (leaf := job.find(path) if job.selected(path) else None) is not None:
+                own = ids_to_join(job, leaf, path, job, leaf) or self._ids_leaf(job)
+                leaves.append((job, leaf, self._of(job, own, spec, owned)))
+        every = np.concatenate([known.ids for _, _, known in leaves])
+        order = _last_rows(every, spec)
+        joined = join(self.ids(spec, owned), every[order], Rows(spec, len(order), 0, len(order)))
+        numbers, places = order[joined.rows], joined.places
+        assert places is not None, "rows that are found have places"
+        given: list[GivenRows] = []
+        before = 0
+        for job, leaf, known in leaves:
+            inside = (numbers >= before) & (numbers < before + len(known.ids))
+            local = numbers[inside] - before
+            saved = local + known.rows.start if known.rows.picked is None else known.rows.picked[local]
+            turn = np.argsort(saved)
+            own = Join(saved[turn], places[inside][turn])
+            given.append(GivenRows(job, leaf, own, _with_rows(wanted, leaf)))
+            before += len(known.ids)
+        return given, np.asarray(joined.missing)
+
+    def _ids_leaf(self, job: Load) -> Leaf:
+        leaf = job.find(self._path)
+        assert leaf is not None, "it gives rows of the table"
+        return leaf
+
+    def _of(self, job: Load, ids: Leaf, spec: TableSpec, owned: tuple[int, int]) -> _KnownIds:
+        key = id(job), ids.number, spec, owned
+        if key not in self._known:
+            rows = _find_rows(job, spec, owned, self._path, ids)
+            self._known[key] = _KnownIds(rows, ids_of(job, ids, self._path, rows))
+        return self._known[key]
+
+
+def _last_rows(ids: np.ndarray, spec: TableSpec) -> np.ndarray:
+    """Returns the position of the last row of each id, in the order of buckets."""
+    order = sort_rows(ids, spec, "last").order
+    return np.arange(len(ids)) if order is None else order

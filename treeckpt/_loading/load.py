@@ -141,7 +141,7 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
     by_path: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.options.rules or job.options.joined or job.options.ids is not None):
+    if job.index.tables and (job.options.rules or job.options.given_apart or job.options.ids is not None):
         by_path = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in by_path]
     whole = {leaf.number for leaf in plain}

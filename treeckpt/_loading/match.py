@@ -83,6 +83,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     joined: Mapping[str, Load] = {}
     """Columns of tables that another checkpoint gives, by path, and the load that sees it: with `like` slots of tables
     whose ids come from here, without it the ids of tables that get slots from here."""
+    rows: Mapping[str, Any] = {}
+    """The checkpoints that give rows of a table, where several do, as `RowGivers`, by the path of its ids."""
 
     def __post_init__(self) -> None:
         if self.ids is not None:
@@ -97,6 +99,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def is_part(self) -> bool:
         """Whether some of a checkpoint may be left out."""
         return self.select is not None or self.exclude is not None or self.only is not None or bool(self.below)
+
+    @property
+    def given_apart(self) -> bool:
+        """Whether other checkpoints give columns or rows of tables too."""
+        return bool(self.joined or self.rows)
 
     def for_structure(self, structure: Structure) -> LoadOptions:
         """Returns the options with the globs that paths of optree have become in a structure."""

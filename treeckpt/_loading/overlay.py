@@ -1,5 +1,7 @@
 """Loads one tree from several checkpoints; where several have a leaf, the last one's is taken.
 
+Rows of a keyed table are joined by id: where several give ids of it, the table has those of all of them.
+
 Each checkpoint is seen through its own rules and globs. Which checkpoint provides which leaf is decided first, from the
 indexes alone; then each is loaded as if it had nothing else, so no byte is read that another one replaces.
 """
@@ -16,7 +18,7 @@ import msgspec
 from .._arrays.registry import abstract_of, build_tensor, resolve
 from .._core.format.records import Index
 from .._core.tree.flatten import flatten, unflatten, update_metadata
-from .._core.tree.keyed_table import TableColumn
+from .._core.tree.keyed_table import TableColumn, table_path
 from .._core.tree.leaf_differences import LeafDifferences, check_same, compare_leaves
 from .._core.tree.merge import merge_sources
 from .._core.tree.paths import Selection, globs_of
@@ -30,7 +32,7 @@ from ..rules import Renaming, Transforms, as_rules
 from ..rules._rules import Rule
 from ..rules._view import View
 from .aliasing import tied_to
-from .keyed_tables import ids_beside, no_plain_rows
+from .keyed_tables import RowGivers, ids_beside, no_plain_rows
 from .load import compare_containers, load_into_tree, load_tree
 from .match import Load, LoadOptions
 
@@ -67,7 +69,8 @@ class Bank:
     100
 
     Args:
-        sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken.
+        sources: paths, stores or `From`; of a leaf that several of them give, the last one's is taken. Of a keyed table
+            that several give, the rows are joined by id, and `LoadReport.joined` says how many each gave.
     """
 
     def __init__(self, sources: Iterable[Any]) -> None:
@@ -108,12 +111,15 @@ class _Part(msgspec.Struct):
     """The paths that it gives."""
     joined: dict[str, Load] = {}
     """Columns of tables that another checkpoint gives, as `LoadOptions.joined` has them."""
+    rows: dict[str, RowGivers] = {}
+    """The checkpoints that give rows of a table, as `LoadOptions.rows` has them."""
 
 
 class BankMember(Protocol):
     """One checkpoint of a bank, seen through its own rules and globs."""
 
     options: LoadOptions
+    index: Index
 
     @property
     def view(self) -> Index | View:
@@ -256,12 +262,22 @@ def _check_asked(
 
 
 def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> None:
-    """Joins slots to ids that another checkpoint provides, id by id.
+    """Joins rows that several checkpoints provide, and slots to ids that another one provides, id by id.
 
     With `like` the checkpoint that provides the ids of a table loads all of it, and plain arrays, which have no ids,
     are refused; without, each loads its own slots.
     """
     givers = {path: part for part in parts for path in part.wins}
+    for path, jobs in tables_of_several([part.job for part in parts]).items():
+        several = RowGivers(jobs, path)
+        if asked is None:
+            for given, part in givers.items():
+                if path in (given, ids_beside(given)):
+                    part.rows[path] = several
+        elif asked.get(path, ...) is not ...:
+            if type(asked[path]) is not TableColumn:
+                raise no_plain_rows(path, asked[path], givers[path].job.checkpoint.url)
+            givers[path].rows[path] = several
     for path, giver in givers.items():
         ids = ids_beside(path)
         home = givers.get(ids) if ids is not None else None
@@ -276,6 +292,16 @@ def _join_tables(parts: Sequence[_Part], asked: Mapping[str, Any] | None) -> Non
             raise no_plain_rows(path, asked[path], giver.job.checkpoint.url)
         giver.wins.discard(path)
         home.joined[path] = giver.job
+
+
+def tables_of_several(members: Sequence[M]) -> dict[str, list[M]]:
+    """Returns, by the path of its ids, which checkpoints give rows of a table, of those that several give."""
+    found: dict[str, list[M]] = {}
+    for member in members:
+        for path, leaves in member.view.by_path.items() if member.index.tables else ():
+            if leaves[0].number in member.index.tables and member.selected(path):
+                found.setdefault(path, []).append(member)
+    return {path: several for path, several in found.items() if len(several) > 1}
 
 
 _SUMMED = ("nbytes", "unverified_nbytes", "read_nbytes", "loaded", "seconds")
@@ -296,8 +322,15 @@ class _Provided(msgspec.Struct):
         lists: dict[str, Any] = {
             name: tuple(item for report in reports for item in getattr(report, name)) for name in _JOINED
         }
+        several = {path: givers for _, options in self.sources for path, givers in options.rows.items()}
+        taken = [
+            (table_path(path), job.checkpoint.url, count)
+            for path, givers in several.items()
+            for job, count in zip(givers.jobs, givers.taken, strict=True)
+        ]
         return LoadReport(
             path=", ".join(report.path for report in reports),
+            joined=tuple(taken),
             missing=tuple(self.differences.missing),
             unexpected=tuple(self.differences.unexpected),
             sources=tuple(msgspec.structs.replace(report, unexpected=()) for report in reports),
@@ -334,7 +367,7 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     for part in parts:
         rules, only = part.job.options.rules, frozenset(part.wins)
         # each lacks what others give: `strict` was applied to all of them together
-        own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined)
+        own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined, rows=part.rows)
         sources.append((part.job.checkpoint, own))
     return _Provided(sources, differences)
 

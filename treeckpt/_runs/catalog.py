@@ -23,6 +23,8 @@ import msgspec
 
 from .._core.format.files import (
     PIN_NAME,
+    CheckpointId,
+    id_name,
     is_step_name,
     parse_file_name,
     parse_progress_name,
@@ -256,6 +258,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
     found_damaged: bool = False
     """Whether a file beside it says that a verification found changed bytes."""
+    deleting: bool = False
+    """Whether it has no index, and a file says that a deletion has taken it away."""
     verification: Verification | None = None
     """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
 
@@ -296,10 +300,25 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return f"{self.state}: {self.problem}" if self.problem else self.state
 
 
+def id_of(info: CheckpointInfo) -> CheckpointId | None:
+    """Returns the step by which a run has a checkpoint, or the text in its place; None for one that is none of the run.
+
+    A directory of another name belongs to the run where its index says that a manager gave it this name; where the
+    index cannot be decoded, as that is not known then; and where a deletion was cut short, of which a run has only
+    those of its checkpoints.
+    """
+    if (step := step_of(info.name)) is not None:
+        return step
+    named = info.lineage is not None and info.lineage.name == info.name
+    unknown = info.status == "corrupt" and info.save_id is None
+    return info.name if named or unknown or info.deleting else None
+
+
 def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
     """Returns the data that orders checkpoints by lineage; None without an index, or if moved from another step."""
-    step = step_of(info.name)
-    if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or info.step != step:
+    step = id_of(info)
+    moved = isinstance(step, int) and info.step != step
+    if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or moved:
         return None
     return SavedCheckpoint(step, info.save_id, info.lineage)
 
@@ -323,7 +342,7 @@ def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
     info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
-    kind = info.status == "foreign", not present, info.step is None
+    kind = info.status == "foreign", not present, info.step is None and id_of(info) is None
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name
 
 
@@ -336,8 +355,8 @@ def with_verification(info: CheckpointInfo, folder: Store, known: VerificationSt
 
 def step_info(info: CheckpointInfo) -> StepInfo:
     """Returns the data of a checkpoint by which policies decide."""
-    step = step_of(info.name)
-    assert step is not None, "a checkpoint of a run has the name of a step"
+    step = id_of(info)
+    assert step is not None, "a checkpoint of a run has a step, or a text in its place"
     return StepInfo(
         step,
         info.created_ns or 0,
@@ -354,13 +373,6 @@ def lost_index_text(path: str, world: int) -> str:
     ranks = f"all {world} ranks" if world > 1 else "its only rank"
     repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
     return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
-
-
-def loadable_text(infos: Iterable[CheckpointInfo], step: int) -> str:
-    """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
-    steps = sorted(step_info(info).step for info in infos if info.status == "complete")
-    near = f"; the nearest is {min(steps, key=lambda other: abs(other - step))}" if steps else ""
-    return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
 
 
 OnRead = Callable[[int, int], object]
@@ -497,10 +509,10 @@ def has_steps(folder: Store) -> bool:
     return False
 
 
-def step_folder(run: RunStore, step: int) -> Store:
+def step_folder(run: RunStore, step: CheckpointId) -> Store:
     """Returns the directory of a step, whether or not it exists; of several of one step, that which counts."""
-    usual = run.folder(step_name(step))
-    if usual.entry(INDEX_NAME) is not None:
+    usual = run.folder(id_name(step))
+    if isinstance(step, str) or usual.entry(INDEX_NAME) is not None:
         return usual
     return _that_counts([usual, *(run.folder(name) for name in run.names() if step_of(name) == step)])
 
@@ -527,7 +539,10 @@ def _superseded(folders: Iterable[Store]) -> dict[str, str]:
 
 
 def checkpoints_without_step(run: RunStore) -> list[str]:
-    """Returns the names of the directories of a run that hold a checkpoint, and have no name of a step."""
+    """Returns the names of the directories of a run that hold a checkpoint, and have no name of a step.
+
+    It is asked of a run without any checkpoint of its own.
+    """
     folders = (folder for folder in run.folders() if not is_step_name(folder.name))
     return [folder.name for folder in folders if folder.entry(INDEX_NAME) is not None]
 
@@ -597,12 +612,16 @@ def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
 
 
 def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
-    shown = is_step_name(folder.name) and (folder.traits.follow_links or not folder.is_link)
-    index = folder.entry(INDEX_NAME) if shown else None
+    index = folder.entry(INDEX_NAME) if folder.traits.follow_links or not folder.is_link else None
     with contextlib.suppress(TreeckptError):
         summary = read_summary(folder, index, cache) if index is not None else None
-        if summary is not None and summary.step in (None, step_of(folder.name)):
-            return SavedCheckpoint(step_of(folder.name) or 0, summary.save_id, summary.lineage)
+        if summary is None:
+            return None
+        step = step_of(folder.name)
+        if step is not None and summary.step in (None, step):
+            return SavedCheckpoint(step, summary.save_id, summary.lineage)
+        if step is None and summary.lineage is not None and summary.lineage.name == folder.name:
+            return SavedCheckpoint(folder.name, summary.save_id, summary.lineage)
     return None
 
 
@@ -756,7 +775,8 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
-    if any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files):
+    deleting = any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files)
+    if deleting:
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
     begun = [save.started_ns for save in saving]
@@ -775,4 +795,5 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         error=text,
         pinned=PIN_NAME in files,
         saving=saving,
+        deleting=deleting,
     )

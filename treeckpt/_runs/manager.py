@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.files import check_step
+from .._core.format.files import CheckpointId, check_id, check_step, id_text
 from .._core.tree.structure import key_text
 from .._inspect.deletion import CleanReport
 from .._io.comm.collective import ending_together, from_rank0
@@ -72,7 +72,7 @@ from .options import (
     named_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name
+from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name, restore_from
 from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
@@ -100,7 +100,9 @@ class Manager:
 
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`, or with
-            fewer or more digits where others saved them. Nothing else in it is ever touched.
+            fewer or more digits where others saved them. A text in the place of a step (`save("tuned", tree)`) is
+            the name of its directory: such checkpoints are in the order of their saves, and no policy counts their
+            steps. Nothing else in it is ever touched.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
@@ -208,6 +210,17 @@ class Manager:
                 raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
         objects[name] = FunctionValue(get, set)
 
+    def registered(self, name: str, default: Any = None) -> Any:
+        """Returns what is registered under a name: the object, or the value now; `default` where nothing is.
+
+        >>> with tc.Manager("named") as manager:
+        ...     manager.register("seen", {"rows": 5})
+        ...     manager.registered("seen"), manager.registered("other")
+        ({'rows': 5}, None)
+        """
+        thing = self._registered.objects.get(name, default)
+        return thing.state_dict() if isinstance(thing, FunctionValue) else thing
+
     def register_io_state(self, name: str, reader: Any, *, changed: Policy = "error") -> None:
         """Registers this rank's reader of input: its state is saved under `io/<name>` with every step, and restored.
 
@@ -275,7 +288,7 @@ class Manager:
     @saves
     def save(
         self,
-        step: int,
+        step: int | str,
         tree: Any = ...,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -288,6 +301,7 @@ class Manager:
         Its lineage follows the checkpoint restored or saved last, or its newest ancestor with a step below this one.
 
         Args:
+            step: the number of training steps, or a text: a name by which it is restored, pinned and deleted.
             tree: must be a dict if anything is registered, which is saved beside it; without a tree only what is
                 registered is saved.
             metrics: numbers by which `Best` and `best` choose; those of rank 0 count.
@@ -301,7 +315,7 @@ class Manager:
             The errors of `treeckpt.save`; with `background` also the error of the previous save.
             SystemExit: after a signal, if `save_on_signal` was called with `exit`.
         """
-        step = check_step(step)
+        step = check_id(step)
         metadata = check_metadata(custom_metadata)
         named = {} if metrics is None else named_metrics(metrics, metadata)
         if self._comm.rank == 0:
@@ -316,10 +330,11 @@ class Manager:
         if isinstance(result, SaveReport):
             self._start_clean()
             self.retention.wait()
-        self.count = step
+        if not isinstance(step, str):
+            self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
-        self._reached = step
+        self._reached = self._loop.step if isinstance(step, str) else step
         self.schedule.restart()
         if self.stopping and self._exit is not None:
             self.close()
@@ -327,16 +342,22 @@ class Manager:
         return result
 
     def _save(
-        self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
+        self, step: CheckpointId, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
+        if isinstance(step, str):
+            self._from_rank0(f"save {step}", partial(self.directory.check_free, step), type(None))
         # before the save, so that no clean-up removes the step in between
         store, save = self.directory.new_folder(step), save_async_tree if self._background else save_tree
-        pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, store), bool)
+        pinned = pin and self._from_rank0(f"pin {id_text(step)}", partial(self.directory.put_pin, store), bool)
         unpin = partial(self._undo_pin, store, pinned)
         try:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
-                self.options, step=step, custom_metadata=metadata, files=files, lineage=lineage
+                self.options,
+                step=None if isinstance(step, str) else step,
+                custom_metadata=metadata,
+                files=files,
+                lineage=lineage,
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -376,7 +397,13 @@ class Manager:
 
     @takes_no_save
     def restore(
-        self, like: Any = None, *, step: int | None = None, into: Any = None, **options: Unpack[LoadKeywords]
+        self,
+        like: Any = None,
+        *,
+        step: int | str | None = None,
+        into: Any = None,
+        source: Any = None,
+        **options: Unpack[LoadKeywords],
     ) -> Any:
         """Loads a step; `count` and the lineage of the next save continue from it.
 
@@ -386,11 +413,15 @@ class Manager:
                 ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
+            source: another run, whose newest checkpoint is taken or its `step`; a checkpoint, of other programs too; or
+                a bank of these. It fills `into` and what is registered with `register`, by the names under
+                `registered/` there, after the rules of `tc.From`. Of tables that several have, rows are joined by id.
+                What is there beside is left (`strict="missing"`, unless given). `count`, lineage and readers stay.
             options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; by default it reads once from an
                 object store, where the ranks are all those of torch.distributed; `namespace` is that of the manager.
 
         Returns:
-            The tree, or the `LoadReport` with `into`.
+            The tree, or the `LoadReport` with `into` or `source`.
 
         Raises:
             CheckpointNotFound: there is nothing to restore.
@@ -399,11 +430,19 @@ class Manager:
         """
         if like is not None and into is not None:
             raise TreeckptError(self.directory.url, expected="one target", found="like and into")
-        known, of = ({*_RESTORE} - ONLY_OF_LOAD, "restore with into") if into is not None else (_RESTORE, "restore")
+        if like is not None and source is not None:
+            hint = "Give it as into, or load it with tc.load(source, like)"
+            raise TreeckptError(self.directory.url, expected="a target to fill", found="source and like", hint=hint)
+        fills = into is not None or source is not None
+        known, of = ({*_RESTORE} - ONLY_OF_LOAD, "restore with into") if fills else (_RESTORE, "restore")
         check_options(options, known, of)
         options.setdefault("namespace", self.options.namespace)
-        options["read"] = read_of(options.get("read"), "restore", {**_LINKS, **(IN_PLACE if into is not None else {})})
+        options["read"] = read_of(options.get("read"), "restore", {**_LINKS, **(IN_PLACE if fills else {})})
         options["fallback"] = fallback_of_load(options.get("fallback"), "restore")
+        if source is not None:
+            options.setdefault("strict", "missing")
+            fill = partial(self._registered.fill, into=into, comm=self._saving_comm, options=options)
+            return restore_from(source, step, fill, self._comm, once=options["read"].once)
         call = partial(self._registered.restore, like=like, into=into)
         fills, whole = into is not None or bool(self._registered), like is None and into is None
         restored = self._restorer.restore(call, step, options, fills=fills, whole=whole)
@@ -447,7 +486,7 @@ class Manager:
         options["read"] = read_of(options.get("read"), "resume", {**_LINKS, **IN_PLACE})
         options["fallback"] = fallback_of(options.get("fallback"), "resume", NO_SALVAGE)
         call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
-        restored = self._restorer.restore(call, None, options, fills=True)
+        restored = self._restorer.restore(call, None, options, fills=True, whole=False)
         if restored is None:
             from ..training._capture import check_objects
             from ..training._user_state import check_generators
@@ -470,12 +509,13 @@ class Manager:
             self._loop.tree = partial(training_state, model, optimizer, options)
         return msgspec.structs.replace(report, passed_over=restored.passed_over)
 
-    def _restored(self, step: int) -> None:
-        self.count = self._reached = step
+    def _restored(self, step: CheckpointId) -> None:
+        if not isinstance(step, str):
+            self.count = self._reached = step
         self.schedule.restart()
 
     @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[Store]:
+    def reading(self, step: int | str) -> Iterator[Store]:
         """Protects a step from deletion while the body reads it; called by one process alone, not by all ranks.
 
         Raises:
@@ -489,8 +529,10 @@ class Manager:
     # listing --------------------------------------------------------------------------------------------------
 
     @takes_no_save
-    def latest(self, *, verify: bool = False) -> int | None:
+    def latest(self, *, verify: bool = False) -> int | str | None:
         """Returns the newest step that can be restored: the one saved last, not the highest. None if there is none.
+
+        It is the text of a checkpoint that was saved by one.
 
         Checkpoints that are skipped are logged. After a rollback the abandoned branch comes last.
 
@@ -500,14 +542,14 @@ class Manager:
         Raises:
             CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.
         """
-        return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
+        return self._from_rank0("latest", partial(self._newest_step, verify), CheckpointId | None)
 
-    def _newest_step(self, verify: bool) -> int | None:
+    def _newest_step(self, verify: bool) -> CheckpointId | None:
         newest = self._selector.newest(verify=verify, busy=self._pending.busy())
         return step_info(newest).step if newest is not None else None
 
     @takes_no_save
-    def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | None:
+    def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
         """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
 
         Args:
@@ -515,44 +557,61 @@ class Manager:
             mode: by default the mode of the policy with this metric, otherwise "min".
         """
         policy = best_policy(self._policies, metric, mode)
-        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
+        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), CheckpointId | None)
 
     @takes_no_save
     def steps(self) -> list[int]:
-        """Returns the steps that can be restored, in rising order."""
-        return self._from_rank0("steps", self._complete_steps, list[int])
+        """Returns the steps that can be restored, in rising order; `names` has the others."""
+        return sorted(step for step in self._ids("steps") if isinstance(step, int))
 
-    def _complete_steps(self) -> list[int]:
-        return sorted(step_info(info).step for info in self._selector.complete())
+    @takes_no_save
+    def names(self) -> list[str]:
+        """Returns the texts of the checkpoints that were saved by one and can be restored, in the order of their saves.
 
-    def path(self, step: int) -> str:
+        >>> with tc.Manager("named", keep=2, background=False) as manager:
+        ...     for name in ("first", "second", "third"):
+        ...         report = manager.save(name, model.state_dict())
+        ...     manager.names(), manager.latest()
+        (['second', 'third'], 'third')
+        """
+        return [step for step in self._ids("names") if isinstance(step, str)]
+
+    def _ids(self, call: str) -> list[CheckpointId]:
+        """Returns the ids of all checkpoints that can be restored, those that were saved last at the end."""
+
+        def listed() -> list[CheckpointId]:
+            return [info.step for info in sorted(map(step_info, self._selector.complete()), key=lambda one: one.age)]
+
+        return self._from_rank0(call, listed, list[CheckpointId])
+
+    def path(self, step: int | str) -> str:
         """Returns the path or URL of a step, whether or not it is saved."""
         return self.directory.folder(step).place
 
     # keeping -------------------------------------------------------------------------------------------------
 
     @takes_no_save
-    def pin(self, step: int) -> None:
+    def pin(self, step: int | str) -> None:
         """Keeps a step until it is unpinned.
 
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = check_step(step)
-        self._from_rank0(f"pin step {step}", partial(self.directory.pin, step), type(None))
+        step = check_id(step)
+        self._from_rank0(f"pin {id_text(step)}", partial(self.directory.pin, step), type(None))
 
     @takes_no_save
-    def unpin(self, step: int) -> None:
+    def unpin(self, step: int | str) -> None:
         """Lets the policies decide about a step again.
 
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = check_step(step)
-        self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
+        step = check_id(step)
+        self._from_rank0(f"unpin {id_text(step)}", partial(self.directory.unpin, step), type(None))
 
     @takes_no_save
-    def delete(self, step: int, *, force: bool = False) -> None:
+    def delete(self, step: int | str, *, force: bool = False) -> None:
         """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
 
         Args:
@@ -562,8 +621,8 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
             CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
         """
-        step = check_step(step)
-        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
+        step = check_id(step)
+        self._from_rank0(f"delete {id_text(step)}", partial(self.retention.delete, step, force=force), type(None))
 
     @takes_no_save
     def clean(self, *, dry_run: bool = False) -> CleanReport:

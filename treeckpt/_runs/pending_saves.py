@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple
 
-from .._core.format.files import step_name
+from .._core.format.files import CheckpointId, id_name, id_text
 from .._inspect.deletion import CleanReport
 from .._saving.session import Pending, forget_at_exit, reset_after_fork
 from .._threads import call_in_thread
@@ -27,7 +27,7 @@ _log = logging.getLogger("treeckpt")
 
 
 class _PendingSave(NamedTuple):
-    step: int
+    step: CheckpointId
     pending: Pending
     undo: Callable[[], None]
 
@@ -53,7 +53,7 @@ class PendingSaves:
         self._pending, self._failed = [], []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
 
-    def add(self, step: int, pending: Pending, undo: Callable[[], None]) -> None:
+    def add(self, step: CheckpointId, pending: Pending, undo: Callable[[], None]) -> None:
         """Adds a save that was started.
 
         Args:
@@ -65,12 +65,12 @@ class PendingSaves:
     def busy(self) -> Set[str]:
         """Returns the names of the directories that are being saved."""
         with self._lock:
-            return self._starting.union(step_name(save.step) for save in self._pending)
+            return self._starting.union(id_name(save.step) for save in self._pending)
 
     @contextlib.contextmanager
-    def starting(self, step: int) -> Iterator[None]:
+    def starting(self, step: CheckpointId) -> Iterator[None]:
         """Protects a directory from clean-up while a save into it starts; waits for a clean-up that runs there."""
-        name = step_name(step)
+        name = id_name(step)
         with self._lock:
             self._lock.wait_for(lambda: self._claimed != name)
             self._starting.add(name)
@@ -120,7 +120,7 @@ class PendingSaves:
         raise CheckpointError(
             ", ".join(pending.path for pending in lost.values()),
             expected=f"the saves in flight to end within {timeout:g} s",
-            found=f"no end of that of {'step' if len(lost) == 1 else 'steps'} {', '.join(map(str, lost))}: "
+            found=f"no end of that of {', '.join(map(id_text, lost))}: "
             "it is lost unless it is committed before this process ends",
             hint="Wait longer, or restore an earlier step; what is committed stays valid",
         )
@@ -131,7 +131,7 @@ class PendingSaves:
         for save in list(self._pending):
             limit = max(0.0, deadline - time.monotonic()) if deadline is not None else None
             if not save.pending.wait(limit):
-                _log.error("saving step %d has not ended yet", save.step)
+                _log.error("saving %s has not ended yet", id_text(save.step))
                 return False
             self._finish(save)
         return True
@@ -152,7 +152,7 @@ class PendingSaves:
             save.pending.result()
         except Exception as error:
             if not raised:
-                _log.error("saving step %d failed: %s", save.step, error)
+                _log.error("saving %s failed: %s", id_text(save.step), error)
                 self._failed.append(error)
             save.undo()
         with self._lock:
@@ -235,7 +235,7 @@ class RetentionRunner:
         self.wait()
         return self._clean(dry_run=dry_run)
 
-    def delete(self, step: int, *, force: bool) -> None:
+    def delete(self, step: CheckpointId, *, force: bool) -> None:
         """Waits for the clean-up that was started last, then deletes a step; see `RunDirectory.delete`."""
         self.wait()
         self.directory.delete(step, force=force, grace=self._grace, claim=self._pending.claim)

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import glob
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,22 +28,28 @@ import msgspec
 
 from .. import _api
 from .._arrays.stateful import LoadsSavedState, StatePlan, is_optimizer, object_states, plan_state
+from .._core.format.files import CheckpointId, id_text
+from .._core.format.index import INDEX_NAME
 from .._core.format.records import Index
 from .._core.text import count_text
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
-from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, raise_faults
+from .._io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told, raise_faults
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
+from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.kept_files import hold_lease
+from .._io.storage.open import is_path_or_store, open_run, open_store
 from .._loading.execute_shared import reads_once
 from .._loading.match import LoadOptions
 from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
+from .._loading.overlay import Bank, as_bank
 from .._loading.read_batch import open_relay, together
-from .._loading.run_load import on_one_version
+from .._loading.run_load import on_one_version, on_versions
 from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptError, TreeError
+from ..reports import LoadReport
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
@@ -65,11 +72,11 @@ _PARTLY_FILLED = (
 class _RestoreChoice(msgspec.Struct, array_like=True):
     """The checkpoint that rank 0 has chosen."""
 
-    step: int | None
+    step: CheckpointId | None
     """None where the run has no checkpoint."""
     path: str
     nbytes: int | None
-    requested: int | None
+    requested: CheckpointId | None
     """The argument `step` of rank 0."""
     passed_over: tuple[str, ...]
     """The corrupt checkpoints that are newer."""
@@ -81,7 +88,7 @@ class Restored(msgspec.Struct, frozen=True):
     """The result of a restore."""
 
     result: Any
-    step: int
+    step: CheckpointId
     passed_over: tuple[str, ...]
     """The newer checkpoints that could not be loaded, each with what is wrong."""
 
@@ -109,7 +116,7 @@ class Restorer:
         """Its index, if that was read to choose it; near, its bytes are read again under the lease, and compared."""
 
     def restore(
-        self, call: RestoreCall, step: int | None, options: Mapping[str, Any], *, fills: bool, whole: bool = False
+        self, call: RestoreCall, step: CheckpointId | None, options: Mapping[str, Any], *, fills: bool, whole: bool
     ) -> Restored | None:
         """Restores a step, or the newest that loads; returns None if the run has none.
 
@@ -118,8 +125,7 @@ class Restorer:
             fills: whether it fills objects in place.
             whole: whether it loads all of the checkpoint.
         """
-        tried: set[int] = set()
-        passed_over: list[str] = []
+        tried, passed_over = set[CheckpointId](), list[str]()
         unread: list[tuple[str, Exception | None]] = []
         read: ReadOptions = options["read"]
         if fills and step is None and not options.get("strict", True) and read.verify is not False:
@@ -142,9 +148,9 @@ class Restorer:
                 elif choice.requested != step:
                     error = self._different_steps(choice.requested, step)
                 faults = gather_errors(self._comm, topic, error)
-            if not faults and choice.step is None:
-                return None
-            if not faults and choice.step is not None:
+            if not faults:
+                if choice.step is None:
+                    return None
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
                 return Restored(result, choice.step, tuple(passed_over))
@@ -169,7 +175,7 @@ class Restorer:
                     if "CorruptError" in kinds and self._chosen is not None:
                         self._selector.keep_damage(self._chosen, why)
 
-    def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
+    def _choose(self, step: CheckpointId | None, tried: set[CheckpointId]) -> _RestoreChoice:
         passed_over: list[str] = []
         info = self._chosen = self._selector.choose(step, tried, passed_over)
         if info is None:
@@ -178,7 +184,7 @@ class Restorer:
         return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over), info.name)
 
     def _agreed_choice(
-        self, step: int | None, tried: set[int], unread: Sequence[tuple[str, Exception | None]]
+        self, step: CheckpointId | None, tried: set[CheckpointId], unread: Sequence[tuple[str, Exception | None]]
     ) -> _RestoreChoice:
         """Returns the choice of rank 0 on every rank.
 
@@ -203,19 +209,19 @@ class Restorer:
             return contextlib.nullcontext()
         return hold_lease(self.directory.store.folder(choice.name), ahead=self._known is not None)
 
-    def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
+    def _different_steps(self, requested: CheckpointId | None, step: CheckpointId | None) -> MismatchError:
         return MismatchError(
             self.directory.url,
-            expected=f"the same step on every rank, as step={requested} on rank 0",
-            found=f"step={step} on rank {self._comm.rank}",
+            expected=f"the same step on every rank, as step={requested!r} on rank 0",
+            found=f"step={step!r} on rank {self._comm.rank}",
             hint="Call restore with the same arguments on every rank",
         )
 
     def _load(
         self,
         choice: _RestoreChoice,
-        found: int,
-        step: int | None,
+        found: CheckpointId,
+        step: CheckpointId | None,
         call: RestoreCall,
         options: Mapping[str, Any],
         *,
@@ -223,7 +229,9 @@ class Restorer:
     ) -> tuple[Any, Exception | None]:
         store = self.directory.store.folder(choice.name)
         known, self._known = self._known, None
-        bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
+        bar = reading_bar(
+            store, f"restoring {id_text(found)}", choice.nbytes if self._comm.size == 1 and whole else None
+        )
         read: ReadOptions = options["read"]
         if read.once is None:
             once = self._load_comm.size > 1 and reads_once(self._load_comm, store)
@@ -243,6 +251,65 @@ class Restorer:
                 return on_one_version(source, load_version, together=bool(read.once), known=known), None
         except Exception as error:
             return None, error
+
+
+def restore_from(
+    source: Any,
+    step: CheckpointId | None,
+    fill: Callable[[Checkpoint | Bank], LoadReport],
+    comm: Comm,
+    *,
+    once: bool | None,
+) -> LoadReport:
+    """Fills something from other runs, or from checkpoints; returns what `fill` returns for what is opened.
+
+    Rank 0 chooses the newest checkpoint of each run, and holds a lease on it meanwhile.
+
+    Args:
+        source: a path, a store, or a bank of these.
+        step: of the only run; None for its newest.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        The errors of `fill`, on all ranks.
+    """
+    bank = as_bank(source) or Bank([source])
+    url = ", ".join(map(str, bank.paths))
+    if step is not None and len(bank.sources) > 1:
+        hint = "Give the paths of the checkpoints themselves"
+        raise TreeckptError("step", expected="one run in source", found=f"{len(bank.sources)}", hint=hint)
+
+    def choose() -> list[str]:
+        return [_name_in_run(each, step) for each in bank.paths]
+
+    names = from_rank0(comm, f"restore from {url}", choose, list[str], call="restore")
+    paths = [open_run(each).folder(name) if name else each for name, each in zip(names, bank.paths, strict=True)]
+    with contextlib.ExitStack() as leases:
+        for name, folder in zip(names, paths, strict=True) if comm.rank == 0 else ():
+            if name:
+                leases.enter_context(hold_lease(folder))
+        with ending_together(comm, f"restored from {url}", url, hint=_PARTLY_FILLED):
+            return on_versions(bank.opened(paths), fill, together=bool(once))
+
+
+def _name_in_run(path: Any, step: CheckpointId | None) -> str:
+    """Returns the name of a checkpoint in a run: of a step, or the newest; empty for a path of no run."""
+    if isinstance(path, Checkpoint) or not _is_run(path):
+        if step is not None:
+            expected = "a run in source, which has steps"
+            raise TreeckptError("step", expected=expected, found=f"{path}", hint="Leave it out")
+        return ""
+    run = RunDirectory(path)
+    info = run.checkpoint(step) if step is not None else CheckpointSelector(run).choose(None, (), [])
+    return "" if info is None else info.name
+
+
+def _is_run(path: Any) -> bool:
+    """Whether a path or store is no checkpoint, of ours or of another program."""
+    if isinstance(path, (str, os.PathLike)):
+        text: str = os.fspath(path)  # pyright: ignore[reportUnknownArgumentType]
+        return open_store(text).entry(INDEX_NAME) is None and describe_foreign(text) is None
+    return not is_path_or_store(path)
 
 
 # registered objects ---------------------------------------------------------------------------------------------------
@@ -322,7 +389,7 @@ class RegisteredState:
         options = selection.tree_options({OBJECTS: self.objects, READERS: self.readers})
         readers = self._plan_readers(checkpoint, selection, comm, options)
         things = {name: self.objects[name] for name in selection.wanted(OBJECTS, self.objects)}
-        trees = _trees_with_optimizers(things, checkpoint, selection, comm, options)
+        trees = _trees_with_optimizers(things, checkpoint, selection.selects, comm, options)
         target: dict[str, Any] = {}
         if things or selection.has_unregistered(OBJECTS, self.objects):
             target = {OBJECTS: things | {name: tree.target for name, tree in trees.items()}, READERS: ...}
@@ -342,6 +409,23 @@ class RegisteredState:
         for reader in readers:
             reader.load()
         return result
+
+    def fill(self, source: Checkpoint | Bank, into: Any, comm: Comm, options: Mapping[str, Any]) -> LoadReport:
+        """Fills a tree, and the objects that all ranks share, from checkpoints that need not be those of this run.
+
+        Raises:
+            The errors of `treeckpt.load_into`; nothing has changed then.
+        """
+        if not self.objects and into is None:
+            raise TreeError("", expected="a tree in into, or something registered", found="neither")
+        chosen = LoadOptions(globs_of(options.get("select")), exclude=globs_of(options.get("exclude"), "exclude"))
+        trees = _trees_with_optimizers(self.objects, source, chosen.selects, comm, options)
+        things = self.objects | {name: tree.target for name, tree in trees.items()}
+        parts = {OBJECTS: things} if things else {}
+        report = _fill(source, {} if into is None else _as_dict(into), parts, comm, options)
+        for tree in trees.values():
+            tree.take_back()
+        return report
 
     def restore_training(
         self, checkpoint: Checkpoint, model: Any, optimizer: Any, comm: Comm, options: Mapping[str, Any]
@@ -469,8 +553,8 @@ class _RegisteredSelection:
 
 def _trees_with_optimizers(
     things: Mapping[str, Any],
-    checkpoint: Checkpoint,
-    selection: _RegisteredSelection,
+    checkpoint: Checkpoint | Bank,
+    selects: Callable[[str], bool],
     comm: Comm,
     options: Mapping[str, Any],
 ) -> dict[str, TreeToFill]:
@@ -489,14 +573,17 @@ def _trees_with_optimizers(
 
     rules = as_rules(options.get("rename"), options.get("transforms"))
     source = CheckpointSource(
-        checkpoint, comm, LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules)
+        checkpoint,
+        comm,
+        LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules),
+        lambda one: as_rules(one.rename, one.transforms),
     )
-    return {name: TreeToFill(things[name], (OBJECTS, name), source, selection.selects) for name in names}
+    return {name: TreeToFill(things[name], (OBJECTS, name), source, selects) for name in names}
 
 
 def _fill(
-    checkpoint: Checkpoint, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]
-) -> Any:
+    checkpoint: Checkpoint | Bank, into: dict[str, Any], parts: dict[str, Any], comm: Comm, options: Mapping[str, Any]
+) -> LoadReport:
     """Fills a dict and further parts at the root of the tree, in one load."""
     tree = {**into, **parts}
     report = _api.load_into(checkpoint, tree, comm=comm, **options)

@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -29,7 +28,17 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import (
+    PIN_NAME,
+    CheckpointId,
+    check_id,
+    deleted_name,
+    id_name,
+    id_order,
+    id_text,
+    is_step_name,
+    step_of,
+)
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
@@ -38,7 +47,6 @@ from .._inspect.deletion import (
     Removal,
     RetainedDirectory,
     StepDirectory,
-    foreign_files,
     plan_cleanup,
     plan_deletion,
 )
@@ -54,14 +62,13 @@ from .._io.storage.deletions import (
     hold_lock,
     index_of_save,
     index_state,
-    plan_removal,
     remove_leftovers,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
-from .._io.storage.open import open_run, open_store
+from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
@@ -72,8 +79,8 @@ from .catalog import (
     OnRead,
     StatCache,
     checkpoints_without_step,
+    id_of,
     in_listing_order,
-    loadable_text,
     read_info,
     read_infos,
     read_marks,
@@ -81,6 +88,7 @@ from .catalog import (
     step_info,
     with_verification,
 )
+from .loadable_steps import loadable_text
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -127,16 +135,31 @@ class RunDirectory:
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
 
-    def folder(self, step: int) -> Store:
+    def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
-        return step_folder(self.store, check_step(step))
+        return step_folder(self.store, check_id(step))
 
-    def new_folder(self, step: int) -> Store:
+    def new_folder(self, step: CheckpointId) -> Store:
         """Returns the directory into which a step is saved; nothing is looked at."""
-        return self.store.folder(step_name(check_step(step)))
+        return self.store.folder(id_name(check_id(step)))
+
+    def check_free(self, name: str) -> None:
+        """Refuses to save a checkpoint by a text where something else has the directory of this name.
+
+        Raises:
+            CheckpointExists: naming it.
+        """
+        info = read_info(self.store.folder(name), cache=self._cache, timings=False)
+        if info.status in ("complete", "corrupt") and (info.lineage is None or info.lineage.name != name):
+            raise CheckpointExists(
+                info.path,
+                expected="a name that is free, or that of a checkpoint which a manager saved by it",
+                found=f"a checkpoint that was saved otherwise ({info.status})",
+                hint="Save under another name, or move it away; Manager.delete with force=True removes a corrupt one",
+            )
 
     def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
-        """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
+        """Lists every checkpoint with the name of a step, or the one that a manager gave it; no links.
 
         The newest, which was saved last, comes first. Abandoned branches follow after the lineage of the newest.
 
@@ -153,7 +176,7 @@ class RunDirectory:
         seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
-            _checked(info) for _, info in seen if info.status != "foreign" and is_step_name(info.name)
+            _checked(info) for _, info in seen if info.status != "foreign" and id_of(info) is not None
         )
         return [(folders[info.name], info) for info in ours]
 
@@ -161,7 +184,7 @@ class RunDirectory:
         """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
-    def checkpoint(self, step: int, *, newest: NewestIndex | None = None) -> CheckpointInfo:
+    def checkpoint(self, step: CheckpointId, *, newest: NewestIndex | None = None) -> CheckpointInfo:
         """Returns the complete checkpoint of a step; `newest` is offered its index, if that is not in the cache.
 
         Raises:
@@ -169,6 +192,8 @@ class RunDirectory:
             CheckpointError: it is corrupt.
         """
         info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
+        if info.status == "complete" and id_of(info) is None:
+            raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load")
         if info.status == "complete":
             return info
         foreign = describe_foreign(info.path) if info.status == "foreign" else None
@@ -177,14 +202,14 @@ class RunDirectory:
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint)
 
-    def _not_found(self, step: int, found: str, hint: str = "") -> CheckpointNotFound:
+    def _not_found(self, step: CheckpointId, found: str, hint: str = "") -> CheckpointNotFound:
         error = CheckpointNotFound(self.folder(step).place, expected="a complete checkpoint", found=found, hint=hint)
         error.add_hint(loadable_text(self.checkpoints(), step))
         return error
 
     # pins ----------------------------------------------------------------------------------------------------
 
-    def pin(self, step: int) -> None:
+    def pin(self, step: CheckpointId) -> None:
         """Keeps a step until it is unpinned.
 
         Raises:
@@ -211,7 +236,7 @@ class RunDirectory:
             folder.delete(PIN_NAME)
             folder.remove_directory()
 
-    def unpin(self, step: int) -> None:
+    def unpin(self, step: CheckpointId) -> None:
         """Removes the pin of a step, if there is one.
 
         Raises:
@@ -272,7 +297,7 @@ class RunDirectory:
 
     def delete(
         self,
-        step: int,
+        step: CheckpointId,
         *,
         force: bool = False,
         grace: float = GRACE,
@@ -301,7 +326,9 @@ class RunDirectory:
         if why and (removal.what == "leftovers" or folder.entries().keys() & {INDEX_NAME}):
             raise _held(folder, why)
 
-    def plan_deletion(self, step: int, *, force: bool = False, grace: float = GRACE) -> tuple[CheckpointInfo, Removal]:
+    def plan_deletion(
+        self, step: CheckpointId, *, force: bool = False, grace: float = GRACE
+    ) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
         info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
@@ -314,8 +341,8 @@ class RunDirectory:
                 raise
         if force and folder.is_link:
             return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
-        if info.status == "foreign":
-            raise self._not_found(step, info.error or info.status)
+        if info.status == "foreign" or id_of(info) is None:
+            raise self._not_found(step, info.error or "nothing that a manager saved by this name")
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         if isinstance(plan, RetainedDirectory):
             raise _held(folder, plan.why)
@@ -424,32 +451,6 @@ class RunDirectory:
         return plan.why if isinstance(plan, RetainedDirectory) else ""
 
 
-def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
-    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
-
-    Args:
-        grace, dry_run: same as for `RunDirectory.clean`.
-    """
-    folder = open_store(path)
-    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
-    foreign = {folder.name: others} if others else {}
-    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
-    planned = plan_removal(folder, time.time_ns(), grace)
-    if planned is None:
-        return report
-    if isinstance(planned, RetainedDirectory):
-        return msgspec.structs.replace(report, left=(planned,))
-    if not dry_run:
-        try:
-            why = remove_leftovers(folder, planned)
-        except (OSError, TreeckptError) as error:
-            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
-            return msgspec.structs.replace(report, failed=(failed,))
-        if why:
-            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
-    return msgspec.structs.replace(report, removed=(planned,))
-
-
 def _held(folder: Store, why: str) -> CheckpointError:
     held = why.removeprefix("no policy keeps it, but ")
     hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
@@ -458,7 +459,7 @@ def _held(folder: Store, why: str) -> CheckpointError:
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
     """Marks a checkpoint as corrupt if its index records another step than its directory's name: it was moved."""
-    if info.status == "complete" and info.step != step_of(info.name):
+    if info.status == "complete" and (step := step_of(info.name)) is not None and info.step != step:
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, status="corrupt", error=found)
     return info
@@ -507,7 +508,7 @@ class CheckpointSelector:
         self,
         *,
         verify: bool = False,
-        without: Container[int] = (),
+        without: Container[CheckpointId] = (),
         busy: Container[str] = (),
         passed_over: list[str] | None = None,
     ) -> CheckpointInfo | None:
@@ -560,13 +561,14 @@ class CheckpointSelector:
         These are steps whose index, which has the lineage, cannot be read, and links with a higher step.
         """
         step = step_info(newest).step if newest is not None else -1
+        number, _ = id_order(step)
         for info in infos[infos.index(newest) + 1 :] if newest is not None else ():
             if info.status in ("corrupt", "unread") and info.save_id is None:
-                yield info.path, f"{info.status}, and perhaps saved after step {step}: {info.error}"
+                yield info.path, f"{info.status}, and perhaps saved after {id_text(step)}: {info.error}"
         for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
             followed = folder.traits.follow_links and folder.modified_ns() is not None
-            if is_step_name(name) and (step_of(name) or 0) > step and not followed:
+            if is_step_name(name) and (step_of(name) or 0) > number and not followed:
                 yield folder.place, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
@@ -605,7 +607,7 @@ class CheckpointSelector:
         for text in failed:
             self.warn_once(info.path, text)
 
-    def best(self, policy: Best) -> int | None:
+    def best(self, policy: Best) -> CheckpointId | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
 
         A step that a verification has found damaged counts for no policy; it is passed over, and logged.
@@ -623,7 +625,9 @@ class CheckpointSelector:
             self.warn_once(info.path, "passed over as the best, since a verification has found it damaged")
         return None
 
-    def choose(self, step: int | None, tried: Collection[int], passed_over: list[str]) -> CheckpointInfo | None:
+    def choose(
+        self, step: CheckpointId | None, tried: Collection[CheckpointId], passed_over: list[str]
+    ) -> CheckpointInfo | None:
         """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
 
         Args:
@@ -674,7 +678,7 @@ class NextSave:
     """The `LineageSource` of one save of a manager."""
 
     history: SaveHistory
-    step: int
+    step: CheckpointId
     pin: bool
     """Whether the save itself is pinned: then it may replace a pinned checkpoint."""
     before: tuple[_HistoryEntry, ...]
@@ -718,7 +722,7 @@ class SaveHistory:
         with self._lock:
             self._entries, self._warned = (_HistoryEntry(mark, restored=True),), True
 
-    def next_save(self, step: int, *, pin: bool = False) -> NextSave | None:
+    def next_save(self, step: CheckpointId, *, pin: bool = False) -> NextSave | None:
         """Records a save that is started, and whether it is pinned; returns what determines its lineage, on rank 0."""
         if self._rank:
             return None
@@ -727,7 +731,7 @@ class SaveHistory:
             before, self._entries = self._entries, (*self._entries, entry)
         return NextSave(self, step, pin, before, entry)
 
-    def _warn_of_pinned(self, step: int) -> None:
+    def _warn_of_pinned(self, step: CheckpointId) -> None:
         """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
         with contextlib.suppress(Exception):
             folder = self.directory.new_folder(step)
@@ -742,7 +746,7 @@ class SaveHistory:
             marks = self.directory.marks()
         except Exception as error:  # a save without the right lineage is better than none
             marks = [known.mark for known in before if known.mark is not None]
-            self._warn(self.directory.url, f"could not be looked at for the lineage of step {step}: {error}")
+            self._warn(self.directory.url, f"could not be looked at for the lineage of {id_text(step)}: {error}")
         if not save.pin and any(mark.step == step for mark in marks):
             self._warn_of_pinned(step)
         if not self._warned:
@@ -757,15 +761,22 @@ class SaveHistory:
             self._entries = tuple(kept for kept in self._entries if kept not in old)
         return lineage
 
-    def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: int) -> None:
-        """Warns where a step is saved at or below one that this manager neither saved nor restored."""
-        others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
+    def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: CheckpointId) -> None:
+        """Warns where a step is saved at or below one that this manager neither saved nor restored.
+
+        A text replaces the checkpoint of the same text alone.
+        """
+        unknown = [mark.step for mark in marks if mark.save_id not in self._saved]
+        if isinstance(step, str):
+            others: list[CheckpointId] = [other for other in unknown if other == step]
+        else:
+            others = [other for other in unknown if isinstance(other, int) and other >= step]
         if not others:
             return
         self._warned, path = True, self.directory.new_folder(step).place
-        what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
+        what = "replaces a checkpoint" if step in others else f"is saved below step {max(others, key=id_order)}"
         text = (
-            f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "
+            f"{id_text(step)} {what} that this manager neither saved nor restored. To continue the run, call resume or "
             "restore before the first save; to start anew, take another directory; overwrite=True of the Manager "
             "replaces such steps without a warning, overwrite=False refuses to"
         )

@@ -61,6 +61,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
             the rest: checked before anything changes, and not lost with the checkpoint.
         dropped: leaves that a rule dropped, by their names in the checkpoint.
         renamed: (saved path, new path) of leaves that rules only renamed.
+        joined: tables of which several checkpoints have rows: (path, checkpoint, rows here that are of it), as in
+            `LoadReport`.
         passed_over: of `Manager.resume`: the newer checkpoints that could not be loaded, each with what is wrong.
         left_alone: leaves of the model that stayed as they were, as they were left out on purpose when the checkpoint
             was saved; and "rng", where it has no random generators and they were not insisted on.
@@ -88,6 +90,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
     dropped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     passed_over: tuple[str, ...] = ()
+    joined: tuple[tuple[str, str, int], ...] = ()
 
     left_alone: tuple[str, ...] = ()
     world_changed: tuple[str, ...] = ()
@@ -102,6 +105,7 @@ class RestoreReport(msgspec.Struct, frozen=True):
         for name in _LISTED:
             rows += [f"  {name.replace('_', ' '):<10}  {path}" for path in getattr(self, name)]
         rows += [f"  renamed     {before} -> {now}" for before, now in self.renamed]
+        rows += [f"  joined      {path}: {count_text(count, 'row')} of {url}" for path, url, count in self.joined]
         return "\n".join(map(visible, rows))
 
 

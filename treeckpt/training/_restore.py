@@ -641,7 +641,6 @@ class _Restore:
                 "%s: still on the meta device, as not saved: %s. Set before the model runs", self.source.url, left
             )
         loads = (filled, *self.filled_before, *self.returned)
-        dropped, renamed = self.source.ruled
         return RestoreReport(
             path=self.source.url,
             step=self.source.step,
@@ -656,8 +655,9 @@ class _Restore:
             ignored=tuple(self.ignored),
             loader=self.loader,
             extra=self.extra,
-            dropped=dropped,
-            renamed=renamed,
+            dropped=self.source.ruled[0],
+            renamed=self.source.ruled[1],
+            joined=tuple(dict.fromkeys(row for load in loads for row in load.joined)),
             left_alone=tuple(self.left_alone),
             world_changed=tuple(f"{part}: {what}" for part, what in self.own.notes.items()),
             replaced=tuple(self.replaced),

@@ -43,7 +43,7 @@ from .._io.storage.open import is_path_or_store
 from .._loading.aliasing import are_equal, identity_of
 from .._loading.match import Load, LoadOptions
 from .._loading.options import Fallback, Policy, ReadOptions, read_alone
-from .._loading.overlay import Bank, From, as_bank, open_members, own_globs
+from .._loading.overlay import Bank, From, as_bank, open_members, own_globs, tables_of_several
 from .._loading.run_load import fill_tree, run_load
 from ..errors import MismatchError
 from ..reports import LoadReport
@@ -313,9 +313,13 @@ class CheckpointSource:
         members = open_members(bank, self.options.rules, look, unit=lambda path: path.partition(OWN)[0])
         self.names = frozenset[str]().union(*(member.names for member, _ in members))
         sources: list[From] = []
+        several = tables_of_several([member for member, _ in members])
         for member, paths in members:
             self._provider.update((path, member) for path in member.view.specs if path in paths)
-            beside = member.keep_only(paths)
+            # of a table of which it gives rows all columns stay, though others give them too
+            tables = [ids.removesuffix(TABLE_KEYS[0]) for ids, givers in several.items() if member in givers]
+            shared = {path for path in member.view.by_path if path.startswith(tuple(tables)) and member.selected(path)}
+            beside = member.keep_only(paths | shared)
             if member.view.specs:
                 sources.append(From(member.checkpoint, transforms=member.rules, exclude=beside or None))
         self.members = [member for member, _ in members if member.view.specs]

@@ -173,6 +173,50 @@ def check_step(step: object) -> int:
     return number
 
 
+CheckpointId = int | str
+"""What a manager calls a checkpoint of its run: its step, or a text, which then is the name of its directory."""
+
+
+def check_id(given: object) -> CheckpointId:
+    """Returns the id of a checkpoint: a step of any integer type as int, or a text.
+
+    Raises:
+        TreeError: it is no step, or a text that cannot be the name of a checkpoint's directory.
+    """
+    if not isinstance(given, str):
+        return check_step(given)
+    if is_number_text(given):
+        hint = f"{_STEP_HINT}, and not as text"
+        raise TreeError("step", expected="an integer, or a name that is no number", found=f"{given!r:.80}", hint=hint)
+    if not is_sidecar_name(given) or parse_file_name(given) is not None:
+        raise TreeError("step", expected=f"an integer, or {NAME_RULE}", found=f"{given!r:.80}", hint=_STEP_HINT)
+    return given
+
+
+def is_number_text(text: str) -> bool:
+    """Returns whether a text may be meant as a step: a number of any kind, or the name of a step."""
+    try:
+        float(text)
+    except ValueError:
+        return step_of(text) is not None
+    return True
+
+
+def id_name(step: CheckpointId) -> str:
+    """Returns the name that a manager gives to the directory of a checkpoint in a run."""
+    return step if isinstance(step, str) else step_name(step)
+
+
+def id_text(step: CheckpointId) -> str:
+    """Returns the id of a checkpoint for messages."""
+    return step if isinstance(step, str) else f"step {step}"
+
+
+def id_order(step: CheckpointId) -> tuple[int, str]:
+    """Returns a sort key: texts first, by themselves, then steps."""
+    return (-1, step) if isinstance(step, str) else (step, "")
+
+
 def is_step_name(name: str) -> bool:
     """Returns whether the name of a directory is that of a step, with as many digits as it may have."""
     return step_of(name) is not None

@@ -31,6 +31,18 @@ DCP_METADATA, DCP_DATA = ".metadata", ".distcp"
 HFAI_PART = re.compile(r"PART_([0-9]+)\.pt")
 PADDLE_METADATA = re.compile(r"[0-9]+\.metadata")
 SAFETENSORS_INDEX = ".safetensors.index.json"
+RECIS_KEYS, RECIS_INDEX, RECIS_READERS, RECIS_LIST = "tensorkey.json", "index", "io_state_count", "checkpoint"
+"""Files of RecIS: the names of blocks, which shard has each, how many readers there are; and beside the checkpoints of
+a run the list of their names."""
+RECIS_DENSE, RECIS_EXTRA = "model.pt", "extra.pt"
+RECIS_READER = re.compile(r"io_state_([0-9]{1,9})\.pt")
+RECIS_UNDER_WAY = re.compile(r"[0-9]+tensorkey\.json|ckpt-[0-9]{7,}(-[0-9]{7,})?\.(index|data|json)(\.tmp)?")
+"""The names of files that a save of RecIS removes before it ends."""
+_RECIS_SHARD = re.compile(r"model-[0-9]{6,}-of-[0-9]{6,}\.safetensors")
+MAX_LIST_NBYTES = 1 << 20
+"""Bytes of a list of checkpoints, at most."""
+_LISTED = 1000
+"""Names at the end of such a list that are looked for."""
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 """The ends of the names that files of torch.save mostly have."""
 HEAD = 64
@@ -80,6 +92,12 @@ def _any_matches(pattern: re.Pattern[str]) -> Callable[[frozenset[str]], bool]:
 
 
 # those that are asked last come first
+def _is_recis(names: frozenset[str]) -> bool:
+    if names & {RECIS_KEYS, RECIS_READERS} or names >= {RECIS_DENSE, RECIS_EXTRA}:
+        return True
+    return any(map(RECIS_UNDER_WAY.fullmatch, names))
+
+
 add_format(
     KnownFormat(
         "pickle",
@@ -107,6 +125,7 @@ add_format(
         file=lambda name, _: PADDLE_METADATA.fullmatch(name) is not None,
     )
 )
+add_format(KnownFormat("recis", "a checkpoint of RecIS", directory=_is_recis))
 add_format(KnownFormat("hfai", "a directory of hfai.checkpoint", directory=_any_matches(HFAI_PART)))
 add_format(
     KnownFormat("dcp", "a directory of torch.distributed.checkpoint", directory=lambda names: DCP_METADATA in names)
@@ -119,7 +138,15 @@ def other_formats(names: Iterable[str], kind: str) -> list[str]:
     others = [
         name for name in names if name.endswith(suffixes) or (kind != "paddle" and PADDLE_METADATA.fullmatch(name))
     ]
-    return sorted(name for name in others if kind != "hfai" or not HFAI_PART.fullmatch(name))
+    return sorted(name for name in others if not _is_part(name, kind))
+
+
+def _is_part(name: str, kind: str) -> bool:
+    """Whether a file of another format's name is one of a checkpoint of this format."""
+    if kind == "recis":
+        parts = name in (RECIS_DENSE, RECIS_EXTRA), RECIS_READER.fullmatch(name), _RECIS_SHARD.fullmatch(name)
+        return any(parts)
+    return kind == "hfai" and HFAI_PART.fullmatch(name) is not None
 
 
 SIDECAR_SUFFIXES = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", ".yml")
@@ -149,6 +176,38 @@ def names_text(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def newest_of_recis(path: Path) -> Path:
+    """Returns the checkpoint that the list in a run of RecIS names last; any other path unchanged.
+
+    Raises:
+        CheckpointNotFound: it is not there, though others of the list are.
+        StoreError: it could not be read, so that this is not known.
+    """
+    try:
+        if not (listed := path / RECIS_LIST).is_file() or listed.stat().st_size > MAX_LIST_NBYTES:
+            return path
+        lines = (line.strip() for line in listed.read_text(errors="replace").splitlines())
+        names = [line for line in lines if line and not Path(line).is_absolute() and ".." not in Path(line).parts]
+        there = (path / name for name in names[::-1][:_LISTED] if format_of_names(_names_in(path / name)) == "recis")
+        newest = next(there, None)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError) or shows_damage(error):
+            return path
+        raise wrap_read_error(error, str(path)) from error
+    if newest is not None and newest != path / names[-1]:
+        raise CheckpointNotFound(
+            str(path / names[-1]),
+            expected=f"the checkpoint that {listed} names last",
+            found="no checkpoint of RecIS",
+            hint=f"Give the path of another one: {newest} is there",
+        )
+    return newest or path
+
+
+def _names_in(path: Path) -> list[str]:
+    return os.listdir(path) if path.is_dir() else []
+
+
 def format_at(path: Path) -> tuple[str | None, list[str] | None]:
     """Returns the format of a local file or directory, None for no known one, and the names in a directory.
 
@@ -172,7 +231,7 @@ def describe_foreign(url: str) -> tuple[str, str] | None:
     Raises:
         StoreError: it could not be read, so that this is not known.
     """
-    kind, names = (None, None) if "://" in url else format_at(Path(url))
+    kind, names = (None, None) if "://" in url else format_at(newest_of_recis(Path(url)))
     if kind is None or INDEX_NAME in (names or ()):
         return None
     if kind == "pickle":
