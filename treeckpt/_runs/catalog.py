@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -135,6 +135,18 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     lineage: Lineage | None = None
     sidecars: tuple[tuple[str, int], ...] = ()
     """Every sidecar file, by its name in the directory, and its size."""
+    disks: tuple[tuple[str, ...], ...] = ()
+    """Of a node-local checkpoint, the shards of each disk."""
+
+    def disks_here(self, files: Container[str]) -> list[int]:
+        """Returns the numbers of the disks of which a shard is among these files."""
+        return [number for number, names in enumerate(self.disks) if any(name in files for name in names)]
+
+    def sizes_here(self, files: Container[str]) -> tuple[tuple[str, int], ...]:
+        """Returns the shards that belong here, and their sizes: all, or those of the disks that have some here."""
+        here = self.disks_here(files)
+        others = {name for number, names in enumerate(self.disks) if number not in here for name in names}
+        return tuple(row for row in self.sizes if row[0] not in others) if here else self.sizes
 
 
 def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
@@ -173,6 +185,7 @@ def summarize_index(index: Index) -> Summary:
         held_nbytes=held_nbytes(index),
         lineage=index.lineage,
         sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
+        disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
     )
 
 
@@ -656,7 +669,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
-    problem = _problem("shards", summary.sizes, files)
+    problem = _problem("shards", summary.sizes_here(files), files)
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
