@@ -28,6 +28,7 @@ from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
+from .disks import joined_disks
 from .load import load_into_tree, load_tree
 from .match import LoadOptions
 from .overlay import Bank, as_bank, fill_from_bank, load_bank
@@ -78,6 +79,7 @@ def on_one_version(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
+    across: Comm | None = None,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -86,7 +88,7 @@ def on_one_version(
     """
     if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
-    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known, across=across)
 
 
 def on_versions(
@@ -96,6 +98,7 @@ def on_versions(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
+    across: Comm | None = None,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
@@ -107,6 +110,7 @@ def on_versions(
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
         known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
             version was replaced, and from a far store not read again.
+        across: the ranks that all make this call, and give each other files of their disks; see `joined_disks`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -130,7 +134,8 @@ def on_versions(
                 if known is not None:
                     before, known = known, None  # another try is there because this version was replaced
                     _take_known(checkpoints[0], before)
-                result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                with _on_all_disks(checkpoints, across) as found:
+                    result = act(found[0] if bank is None else bank.opened(found))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
                     return result
             except Replaced:  # all ranks that share their reads have learnt it: they try the next version together
@@ -149,6 +154,16 @@ def on_versions(
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
+
+
+def _on_all_disks(
+    checkpoints: Sequence[Checkpoint], across: Comm | None
+) -> contextlib.AbstractContextManager[Sequence[Checkpoint]]:
+    """Returns `joined_disks`; without other ranks, and for stores that have no directory, the same checkpoints."""
+    traits = [each.store.traits for each in checkpoints] if across is not None and across.size > 1 else []
+    if across is None or not any(each.has_directory and not each.in_process for each in traits):
+        return contextlib.nullcontext(checkpoints)
+    return joined_disks(checkpoints, across)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
@@ -203,8 +218,13 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
             # with shared reads a rank that begins again alone would leave the others waiting
             return in_parts_if_needed(run, always=bool(options.read.once))
 
+    once = bool(options.read.once)
     return on_versions(
-        path, load_version, together=bool(options.read.once), is_suspect=lambda result: result[1].damaged
+        path,
+        load_version,
+        together=once,
+        is_suspect=lambda result: result[1].damaged,
+        across=comm if once else None,
     )
 
 
@@ -246,11 +266,13 @@ _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
 
 def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
+    once = bool(options.read.once)
     return on_versions(
         path,
         lambda source: fill_tree(source, tree, comm, options),
-        together=bool(options.read.once),
+        together=once,
         is_suspect=lambda report: report.damaged,
+        across=comm if once else None,
     )
 
 

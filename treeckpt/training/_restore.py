@@ -208,7 +208,8 @@ def restore(
     comm = as_comm(comm, sends_messages=False)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     stored, once = following(source, options.read.follow_links), bool(options.read.once)
-    return on_versions(stored, run, together=once) if is_stored(source) else run(source)
+    across = comm if once else None
+    return on_versions(stored, run, together=once, across=across) if is_stored(source) else run(source)
 
 
 def _restore(

@@ -489,6 +489,10 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         """Returns the shards that lie on one of the `disks`."""
         return [file for rank in decode_runs(disk.ranks).tolist() for file in self.files_of(rank)]
 
+    def disk_of(self, rank: int) -> Disk:
+        """Returns the one of the `disks` of a node-local checkpoint on which a rank wrote."""
+        return next(disk for disk in self.disks if rank in decode_runs(disk.ranks))
+
     def disks_elsewhere(self, present: Container[str]) -> tuple[Disk, ...]:
         """Returns those of the `disks` of which no shard is among the files with these names."""
         return tuple(d for d in self.disks if not any(file.name in present for file in self.disk_files(d)))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..._core.format.byte_map import leaves_in_range
+from ..._core.format.byte_map import disk_text, leaves_in_range
 from ..._core.format.records import File, Index
 from ..._core.format.shard_header import (
     DATA_ALIGNMENT,
@@ -123,6 +123,8 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
     if size is None:
         check_missing(store, file.name)
         where = _leaves_and_file(store, index, file, 0, expected)
+        if index.disks:
+            raise _on_other_disk(store, index, file, where)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:
         first, last = min(size, expected), max(size, expected)
@@ -134,6 +136,17 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
             hint=_RESTORE,
         )
     return size
+
+
+def _on_other_disk(store: Store, index: Index, file: File, where: str) -> CheckpointError:
+    """Returns the error for a shard of a node-local checkpoint that is not here."""
+    text = disk_text(index, index.disk_of(file.rank))
+    if store.traits.joined:
+        found = f"no rank here sees it: it was written to {text}"
+        hint = "Bring that host or its disk back, copy its files to a host of these ranks, or take another step"
+        return CheckpointError(where, expected="a shard that one of the ranks that load sees", found=found, hint=hint)
+    hint = "Load on all ranks of both hosts with read=treeckpt.ReadOptions(once=True), or copy its files here"
+    return CheckpointError(where, expected="a shard on this disk", found=f"it was written to {text}", hint=hint)
 
 
 def open_shard(
