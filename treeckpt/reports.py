@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from ._core.format.byte_map import DamagedLeaf
+from ._core.format.records import Disk
 from ._core.format.timings import Span
 from ._core.html import el, facts, joined, table
 from ._core.public_names import publish
@@ -38,6 +39,7 @@ class SaveReport(msgspec.Struct, frozen=True):
         spans: of this rank: each phase with its time and bytes.
         blocked_seconds: time until the call of a background save returned; None for a save in the foreground.
         staged_nbytes: bytes that were copied before the call of a background save returned.
+        disks: where ranks saw different directories at the path: the disks, each with its host and ranks.
     """
 
     path: str
@@ -50,6 +52,7 @@ class SaveReport(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...] = ()
     blocked_seconds: float | None = None
     staged_nbytes: int = 0
+    disks: tuple[Disk, ...] = ()
 
     def __str__(self) -> str:
         blocked = f", {seconds_text(self.blocked_seconds)} of it blocking" if self.blocked_seconds is not None else ""

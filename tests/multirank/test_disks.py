@@ -1,6 +1,8 @@
-"""Real processes in mount namespaces: one path, and a disk for each of two hosts."""
+"""Real processes under torchrun whose ranks are on two hosts with one path and a private disk each."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -9,17 +11,14 @@ from tests.helpers.two_disks import needs_two_disks
 from .disk_cases import PHASES
 from .launch import Results, check_case, launch
 
-PARAMETERS = [(phase, case) for phase, (_, cases) in PHASES.items() for case in ["", *cases]]
-
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return {}
-
-
-@pytest.mark.parametrize(("phase", "case"), PARAMETERS)
-def test_ranks(results: Results, phase: str, case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     needs_two_disks()
-    if not results:
-        results |= launch(PHASES, tmp_path_factory.mktemp("disks"), cases="tests.multirank.disk_cases")
+    directory: Path = tmp_path_factory.mktemp("disks")
+    return launch(PHASES, directory, cases="tests.multirank.disk_cases")
+
+
+@pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase in PHASES for case in ["", *PHASES[phase][1]]])
+def test_ranks(results: Results, phase: str, case: str) -> None:
     check_case(results[phase], case)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 
+import msgspec
 import numpy as np
 
 from .._core.format.byte_map import BadBytes, damaged_leaves, locate_chunks
@@ -122,7 +123,8 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
 def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
     """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
     try:
-        same = rebuild(headers, checkpoint.url) == checkpoint.index
+        # a shard does not say on which of several disks it lay
+        same = rebuild(headers, checkpoint.url) == msgspec.structs.replace(checkpoint.index, disks=())
     except CheckpointError as error:
         return str(error)
     return "" if same else "it is not the index that the shards describe"

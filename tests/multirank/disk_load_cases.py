@@ -1,0 +1,110 @@
+"""Loads of a checkpoint whose files lie on the private disks of two hosts, at one path."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+import treeckpt as tc
+from tests.helpers.two_disks import LOCAL, enter_host, host_of
+
+from .layouts import distribute, mesh_of, seeded
+from .registry import Case, Phases, Rank
+
+PHASES: Phases = {"loads": (4, {})}
+WORLD = 4
+ONCE = tc.ReadOptions(once=True)
+
+
+def enter(rank: int, world: int, directory: Path) -> None:
+    enter_host(host_of(rank, world), directory)
+
+
+def case(function: Case) -> Case:
+    PHASES["loads"][1][function.__name__.replace("_", " ")] = function
+    return function
+
+
+def _tree(here: Rank, **more: Any) -> dict[str, Any]:
+    rows = torch.randn(1 << 10, 512, generator=seeded())
+    return {
+        "rows": distribute(rows, mesh_of(here.world), (Shard(0),)),
+        "whole": torch.randn(300, 70, generator=seeded()),
+        "text": "x" * 5000,
+        "own": tc.PerRank(torch.full((9,), here.rank)),
+        "step": 7,
+    } | more
+
+
+def saved(here: Rank, name: str, tree: Any = None, *, step: int | None = None) -> Path:
+    """Returns the path of a checkpoint of which each host has the files of its two ranks, and the index."""
+    path = here.directory / LOCAL / name
+    tc.save(path, _tree(here) if tree is None else tree, step=step)
+    dist.barrier()
+    return path
+
+
+def alone(here: Rank, rank: int, act: Callable[[], object]) -> None:
+    """Acts on one rank, while the others wait."""
+    if here.rank == rank:
+        act()
+    dist.barrier()
+
+
+def _check(here: Rank, found: dict[str, Any]) -> None:
+    expected = _tree(here)
+    assert torch.equal(found["whole"], expected["whole"]) and found["text"] == expected["text"]
+    assert torch.equal(found["own"].value, expected["own"].value) and found["step"] == 7
+
+
+@case
+def all_ranks_together_load_what_lies_on_two_disks(here: Rank) -> None:
+    path = saved(here, "together")
+    found = tc.load(path, read=ONCE)
+    _check(here, found)
+    assert torch.equal(found["rows"], _tree(here)["rows"].full_tensor())
+    columns = distribute(torch.zeros(1 << 10, 512), mesh_of(here.world), (Shard(1),))
+    like = {"rows": columns, "whole": torch.zeros(300, 70)}
+    tc.load_into(path, like, strict=False, read=ONCE)
+    assert torch.equal(columns.full_tensor(), found["rows"]) and torch.equal(like["whole"], found["whole"])
+
+
+@case
+def a_rank_alone_is_told_which_host_has_what_it_lacks(here: Rank) -> None:
+    path = saved(here, "alone")
+    other = 1 - host_of(here.rank, here.world)
+    target = torch.full((1 << 10, 512), 9.0)
+    with pytest.raises(tc.CheckpointError, match=f"host host{other}, with ranks {2 * other}-{2 * other + 1}") as caught:
+        tc.load_into(path, {"rows": target}, strict=False)
+    assert "once=True" in caught.value.hint and (target == 9).all()
+    own = tc.load(path, select="own")
+    assert torch.equal(own["own"].value, torch.full((9,), here.rank)), "its own disk has that"
+
+
+@case
+def a_new_host_without_the_directory_takes_part(here: Rank) -> None:
+    path = saved(here, "new host")
+    alone(here, 2, lambda: shutil.copytree(path, here.directory / "copy"))
+    alone(here, 2, lambda: shutil.rmtree(path))
+    with pytest.raises(tc.TreeckptError):
+        tc.load(path, read=ONCE)
+    alone(here, 0, lambda: [shutil.copy(file, path) for file in (here.directory / "copy").iterdir()])
+    found = tc.load(path, read=ONCE)
+    _check(here, found)
+
+
+@case
+def a_wiped_host_is_named_with_what_it_had(here: Rank) -> None:
+    path = saved(here, "wiped")
+    alone(here, 2, lambda: shutil.rmtree(path))
+    target = torch.full((1 << 10, 512), 9.0)
+    with pytest.raises(tc.TreeckptError, match=r"host host1, with ranks 2-3: [\d.]+ MB of \d leaves"):
+        tc.load_into(path, {"rows": target}, strict=False, read=ONCE)
+    assert (target == 9).all()
