@@ -295,7 +295,7 @@ class _DirectoryState:
             young = save_id not in self.dead and any(self._is_young(file) for file, _ in files)
             if alive or young or save_id in self.prepared:
                 self.fresh.add(save_id)
-                if any(owned.kind in ("shard", "sidecar", "progress", "temporary") for _, owned in files):
+                if any(owned.kind in ("shard", "sidecar", "progress", "prepared", "temporary") for _, owned in files):
                     self.writing.add(save_id)
         leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
         self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
