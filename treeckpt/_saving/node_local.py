@@ -36,7 +36,7 @@ from .._core.format.timings import timings_name
 from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
 from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
-from .._io.storage.deletions import clear_leftovers, unlocked_sizes
+from .._io.storage.deletions import clear_leftovers, discard_prepared, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
 from ..errors import CheckpointExists, RankError
 from .agree import AgreedSave
@@ -163,7 +163,15 @@ class _RankSide:
         with contextlib.suppress(Exception):  # it is committed: the rest may fail without harm
             if self._replaced:
                 remove_replaced(store, self._replaced)
-            clear_leftovers(store, store.sizes().keys() - {self.record.name}, known=info.save_id)
+            self.clear()
+
+    def clear(self) -> None:
+        """Removes what earlier saves have left on the disk, once this one is committed."""
+        store = self.agreed.store
+        with contextlib.suppress(Exception):  # the rest may fail without harm
+            names = store.sizes().keys() - {self.record.name}
+            discard_prepared(store, names)
+            clear_leftovers(store, names, known=self.agreed.info.save_id)
 
     def _undo(self) -> None:
         """Removes what was prepared for a save that has failed; the shards of each rank are removed by its caller."""
@@ -198,6 +206,7 @@ class _Coordinator:
         writer.error = inline.error
         if self.disks and not ended.faults:
             ended = CommitResult(tuple(self._order(DiskOrder())), True, disks=self.disks)
+            self._side.clear()
         try:
             self._round.broadcast(msgspec.msgpack.encode(DiskOrder(ended)), last=True)
         except RankError:

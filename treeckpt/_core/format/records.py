@@ -284,16 +284,20 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True, array_like=True):
-    """One of several disks that have the same path on different hosts, each with the files of the ranks that saw it."""
+    """One of several disks that have the same path on different hosts, each with the files of the ranks that saw it.
+
+    Attributes:
+        host: the name of the host of its lowest rank.
+        ranks: the ranks that wrote there, rising, as runs.
+        leader: the lowest rank, which publishes the index there.
+    """
 
     host: str
-    """The name of the host of the lowest rank."""
     ranks: Runs
-    """The ranks that wrote there, rising."""
 
     @property
     def leader(self) -> int:
-        """The lowest rank, which publishes the index there."""
+        """The lowest rank."""
         return value_at(self.ranks, 0)
 
 
