@@ -108,3 +108,60 @@ def a_wiped_host_is_named_with_what_it_had(here: Rank) -> None:
     with pytest.raises(tc.TreeckptError, match=r"host host1, with ranks 2-3: [\d.]+ MB of \d leaves"):
         tc.load_into(path, {"rows": target}, strict=False, read=ONCE)
     assert (target == 9).all()
+
+
+def model_and_optimizer(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(64, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@case
+def a_manager_resumes_from_both_disks(here: Rank) -> None:
+    run = here.directory / LOCAL / "resumed"
+    model, optimizer = model_and_optimizer(1)
+    with tc.Manager(run, keep=None, background=False) as manager:
+        assert manager.latest() is None and manager.resume(model, optimizer) is None
+        for step in (1, 2):
+            manager.save(step, tc.training.state(model, optimizer, extra=tc.PerRank({"at": here.rank})))
+    dist.barrier()
+    fresh, state = model_and_optimizer(2)
+    with tc.Manager(run, keep=None, background=False) as manager:
+        assert (manager.steps(), manager.latest()) == ([1, 2], 2)
+        report = manager.resume(fresh, state)
+        assert report is not None and (manager.count, report.passed_over) == (2, ())
+        assert report.extra.value == {"at": here.rank}
+        assert all(map(torch.equal, fresh.parameters(), model.parameters()))
+        assert torch.equal(state.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@case
+def a_manager_resumes_from_the_newest_step_that_is_whole(here: Rank) -> None:
+    """Each host in turn has lost its newest step, then its whole disk."""
+    for host in (0, 1):
+        run = here.directory / LOCAL / f"wiped {host}"
+        model, optimizer = model_and_optimizer(1)
+        with tc.Manager(run, keep=None, background=False) as manager:
+            for step in (1, 2, 3):
+                with torch.no_grad():
+                    model.bias.fill_(step)
+                manager.save(step, tc.training.state(model, optimizer))
+        dist.barrier()
+        alone(here, host * 2, lambda run=run: shutil.rmtree(run / "step_00000003"))
+        fresh, state = model_and_optimizer(2)
+        with tc.Manager(run, keep=None, background=False) as manager:
+            assert (manager.steps(), manager.latest()) == ([1, 2], 2)
+            report = manager.resume(fresh, state)
+            assert report is not None and manager.count == 2 and (fresh.bias == 2).all()
+            assert len(report.passed_over) == 1 and f"host host{host}" in report.passed_over[0], report.passed_over
+            with pytest.raises(tc.CheckpointError, match=f"host host{host}, with ranks {host * 2}-{host * 2 + 1}"):
+                manager.restore(step=3)
+        dist.barrier()
+        alone(here, host * 2, lambda run=run: shutil.rmtree(run))
+        with tc.Manager(run, keep=None, background=False) as manager:
+            assert manager.steps() == [] and manager.latest() is None
+            with pytest.raises(tc.CheckpointNotFound, match=f"host host{host}"):
+                manager.resume(fresh, state)

@@ -258,10 +258,14 @@ def open_shared_read(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRea
     return relay
 
 
-def reads_once(comm: Comm, store: Store) -> bool:
-    """Whether a load in which all ranks of a comm take part reads once by default: from an object store, if it can."""
-    able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
-    return able and store.traits.far
+def reads_once(comm: Comm, store: Store, *, apart: bool = False) -> bool:
+    """Whether a load in which all ranks of a comm take part reads once by default: from an object store, if it can.
+
+    Args:
+        apart: the files lie on the disks of several hosts, so that some ranks have to read for others.
+    """
+    able = comm.size > 1 and members_of(comm) is None and world_size() == comm.size
+    return able and (apart or (store.traits.far and comm.size <= MOST_RANKS))
 
 
 def _new_group(comm: Comm) -> Any:

@@ -72,7 +72,7 @@ from .options import (
     named_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name
+from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name, from_all_disks
 from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
@@ -500,7 +500,7 @@ class Manager:
         Raises:
             CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.
         """
-        return self._from_rank0("latest", partial(self._newest_step, verify), int | None)
+        return self._from_all_disks("latest", partial(self._newest_step, verify), int | None)
 
     def _newest_step(self, verify: bool) -> int | None:
         newest = self._selector.newest(verify=verify, busy=self._pending.busy())
@@ -515,12 +515,12 @@ class Manager:
             mode: by default the mode of the policy with this metric, otherwise "min".
         """
         policy = best_policy(self._policies, metric, mode)
-        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
+        return self._from_all_disks(f"best {policy.metric}", partial(self._selector.best, policy), int | None)
 
     @takes_no_save
     def steps(self) -> list[int]:
         """Returns the steps that can be restored, in rising order."""
-        return self._from_rank0("steps", self._complete_steps, list[int])
+        return self._from_all_disks("steps", self._complete_steps, list[int])
 
     def _complete_steps(self) -> list[int]:
         return sorted(step_info(info).step for info in self._selector.complete())
@@ -647,6 +647,10 @@ class Manager:
         except Exception as why:
             self.schedule.stopping = False
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
+
+    def _from_all_disks(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
+        topic = f"{self.directory.url} {what}"
+        return from_all_disks(self._comm, self._selector, topic, call, kind, call=what)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

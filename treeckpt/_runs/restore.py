@@ -21,19 +21,20 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from .. import _api
 from .._arrays.stateful import LoadsSavedState, StatePlan, is_optimizer, object_states, plan_state
+from .._core.format.decoding import decode_msgpack
 from .._core.format.records import Index
 from .._core.text import count_text
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
-from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, raise_faults
+from .._io.comm.collective import Conclusion, Exchange, gather_errors, interrupts_told, raise_faults
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
@@ -46,12 +47,14 @@ from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptErro
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
+from .disks import joined_infos, seen_here
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
 
+T = TypeVar("T")
 _log = logging.getLogger("treeckpt")
 
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
@@ -73,6 +76,8 @@ class _RestoreChoice(msgspec.Struct, array_like=True):
     """The argument `step` of rank 0."""
     passed_over: tuple[str, ...]
     """The corrupt checkpoints that are newer."""
+    apart: bool = False
+    """Whether it may lie on the disks of several hosts, or its directory be missing on some."""
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -82,6 +87,39 @@ class Restored(msgspec.Struct, frozen=True):
     step: int
     passed_over: tuple[str, ...]
     """The newer checkpoints that could not be loaded, each with what is wrong."""
+
+
+def from_all_disks(
+    comm: Comm, selector: CheckpointSelector, topic: str, answer: Callable[[], T], kind: Any, *, call: str
+) -> T:
+    """Returns the result of `answer()` on rank 0, on every rank, as `from_rank0` does, by what all ranks see.
+
+    Rank 0 answers by what it sees itself. Only where that may be one disk of several, as a node-local checkpoint or no
+    complete one at all, do the ranks tell it what each of them sees.
+
+    Args:
+        selector: by which rank 0 answers.
+    """
+    if comm.size == 1:
+        return answer()
+
+    def by_one_disk() -> Conclusion[tuple[bool, T | None]]:
+        try:
+            with selector.seeing_one_disk():
+                return Conclusion((True, answer()))
+        except OtherDisks:
+            return Conclusion((False, None), last=False)
+
+    def by_all(views: dict[int, bytes]) -> Conclusion[T]:
+        decoded = [decode_msgpack(view, list[CheckpointInfo]) for _, view in sorted(views.items())]
+        with selector.seeing(joined_infos(decoded)):
+            return Conclusion(answer())
+
+    with Exchange(comm, topic, call=call) as exchange:
+        is_known, result = exchange.step(None, lambda _: by_one_disk(), tuple[bool, kind | None])
+        if is_known:
+            return result  # pyright: ignore[reportReturnType]
+        return exchange.step(lambda: msgspec.msgpack.encode(seen_here(selector.directory)), by_all, kind)
 
 
 RestoreCall = Callable[..., Any]
@@ -133,7 +171,7 @@ class Restorer:
             passed_over += [text for text in choice.passed_over if text not in passed_over]
             result, error = None, None
             topic = f"{choice.path} restore"
-            with self._lease(choice.step):
+            with self._lease(choice):
                 if choice.step is not None:
                     with interrupts_told(self._comm, topic):
                         result, error = self._load(choice, choice.step, step, call, options, whole=whole)
@@ -173,7 +211,8 @@ class Restorer:
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
-        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over))
+        apart = self._selector.joined is not None
+        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over), apart)
 
     def _agreed_choice(
         self, step: int | None, tried: set[int], unread: Sequence[tuple[str, Exception | None]]
@@ -185,7 +224,7 @@ class Restorer:
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
-            return from_rank0(self._comm, topic, choose, _RestoreChoice, call="restore")
+            return from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
         except CheckpointNotFound:
             if not unread:
                 raise
@@ -196,10 +235,10 @@ class Restorer:
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
 
-    def _lease(self, step: int | None) -> AbstractContextManager[object]:
-        if step is None or self._comm.rank:
+    def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
+        if choice.step is None or (self._comm.rank and not choice.apart):
             return contextlib.nullcontext()
-        return hold_lease(self.directory.folder(step), ahead=self._known is not None)
+        return hold_lease(self.directory.folder(choice.step), ahead=self._known is not None)
 
     def _different_steps(self, requested: int | None, step: int | None) -> MismatchError:
         return MismatchError(
@@ -224,7 +263,7 @@ class Restorer:
         bar = reading_bar(store, f"restoring step {found}", choice.nbytes if self._comm.size == 1 and whole else None)
         read: ReadOptions = options["read"]
         if read.once is None:
-            once = self._load_comm.size > 1 and reads_once(self._load_comm, store)
+            once = self._load_comm.size > 1 and reads_once(self._load_comm, store, apart=choice.apart)
             read = msgspec.structs.replace(read, once=once)
 
         def load_version(checkpoint: Checkpoint) -> Any:
@@ -232,13 +271,15 @@ class Restorer:
             with together(relay, "restored"):
                 if choice.requested != step:
                     raise self._different_steps(choice.requested, step)
-                if relay is not None:
+                if relay is not None and not choice.apart:
                     relay.share_index(checkpoint)
                 return call(checkpoint, comm=self._load_comm, options={**options, "read": read})
 
+        once = bool(read.once)
+        across = self._load_comm if once and choice.apart else None
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(source, load_version, together=bool(read.once), known=known), None
+                return on_one_version(source, load_version, together=once, known=known, across=across), None
         except Exception as error:
             return None, error
 

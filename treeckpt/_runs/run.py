@@ -155,25 +155,37 @@ class RunDirectory:
         """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
-    def checkpoint(self, step: int, *, newest: NewestIndex | None = None) -> CheckpointInfo:
+    def checkpoint(
+        self, step: int, *, newest: NewestIndex | None = None, joined: Sequence[CheckpointInfo] | None = None
+    ) -> CheckpointInfo:
         """Returns the complete checkpoint of a step; `newest` is offered its index, if that is not in the cache.
+
+        Args:
+            joined: the checkpoints over the disks of several hosts, in place of what is here.
 
         Raises:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
+        folder = self.folder(step)
+        if joined is None:
+            info = _checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
+        else:
+            none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of step {step}")
+            info = next((each for each in joined if each.name == folder.name), none)
         if info.status == "complete":
             return info
         foreign = describe_foreign(info.path) if info.status == "foreign" else None
         found, hint = foreign or (info.error or info.status, "")
         if info.status == "corrupt":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
-        raise self._not_found(step, found, hint)
+        raise self._not_found(step, found, hint, joined)
 
-    def _not_found(self, step: int, found: str, hint: str = "") -> CheckpointNotFound:
+    def _not_found(
+        self, step: int, found: str, hint: str = "", joined: Sequence[CheckpointInfo] | None = None
+    ) -> CheckpointNotFound:
         error = CheckpointNotFound(self.folder(step).place, expected="a complete checkpoint", found=found, hint=hint)
-        error.add_hint(loadable_text(self.checkpoints(), step))
+        error.add_hint(loadable_text(self.checkpoints() if joined is None else joined, step))
         return error
 
     # pins ----------------------------------------------------------------------------------------------------
@@ -459,6 +471,10 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
     return info
 
 
+class OtherDisks(Exception):
+    """What is seen here may be one disk of several, or none of them."""
+
+
 class CheckpointSelector:
     """Selects checkpoints of a run. Each warning is logged once, to the logger `treeckpt`."""
 
@@ -467,6 +483,27 @@ class CheckpointSelector:
         self._logged: set[tuple[str, str]] = set()
         self._read = NewestIndex()
         """Is offered every index that is read, a local one only by `choose`; what the cache has was offered before."""
+        self.joined: list[CheckpointInfo] | None = None
+        """The checkpoints over the disks of all ranks, where these are what it selects from."""
+        self._one_disk = False
+
+    @contextlib.contextmanager
+    def seeing(self, infos: list[CheckpointInfo]) -> Iterator[None]:
+        """Selects from these checkpoints while the body runs."""
+        self.joined = infos
+        try:
+            yield
+        finally:
+            self.joined = None
+
+    @contextlib.contextmanager
+    def seeing_one_disk(self) -> Iterator[None]:
+        """Has the body raise `OtherDisks` where what it selects from may be on the disks of other hosts too."""
+        self._one_disk = True
+        try:
+            yield
+        finally:
+            self._one_disk = False
 
     def warn_once(self, path: str, what: str) -> None:
         """Logs a warning about a path, unless it was logged before."""
@@ -484,8 +521,13 @@ class CheckpointSelector:
 
     def _listed(self, *, or_unread: bool = False) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
+        if self.joined is not None:
+            return self.joined
         infos = self.directory.checkpoints(newest=self._read, or_unread=or_unread)
         run, url = self.directory.store, self.directory.url
+        is_local = self._one_disk and run.traits.local_path is not None
+        if is_local and (any(info.disks for info in infos) or all(info.status != "complete" for info in infos)):
+            raise OtherDisks
         if infos:
             return infos
         if run.holds(INDEX_NAME):
@@ -628,10 +670,13 @@ class CheckpointSelector:
         self._read.local = True
         if step is not None:
             try:
-                return self.directory.checkpoint(step, newest=self._read)
-            except CheckpointNotFound:
+                info = self.directory.checkpoint(step, newest=self._read, joined=self.joined)
+            except CheckpointError:
                 self._listed()  # raises the error for the path of one checkpoint in place of this one
                 raise
+            if self._one_disk and info.disks:
+                raise OtherDisks
+            return info
         newest = self.newest(without=tried, passed_over=passed_over)
         if newest is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
@@ -640,7 +685,7 @@ class CheckpointSelector:
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
-                found="only such as cannot be loaded",
+                found=f"only such as cannot be loaded{', as ' + passed_over[0] if passed_over else ''}",
                 hint="See what treeckpt verify says of each",
             )
         return newest
