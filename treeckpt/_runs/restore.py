@@ -47,6 +47,7 @@ from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptErro
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
+from .disk_cleanup import complete_saves, look_at_disks, on_each_disk
 from .disks import joined_infos, seen_here
 from .progress_bar import reading_bar
 from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
@@ -169,6 +170,10 @@ class Restorer:
                     failed.add_hint(_PARTLY_FILLED)
                 raise
             passed_over += [text for text in choice.passed_over if text not in passed_over]
+            if choice.apart and not tried and (disks := look_at_disks(self._comm, self.directory, "restore")):
+                act = partial(complete_saves, self.directory, disks) if disks.leads else None
+                topic = f"{choice.path} restore: saves completed"
+                on_each_disk(self._comm, disks, topic, choice.path, act, hint=_NOTHING_RESTORED)
             result, error = None, None
             topic = f"{choice.path} restore"
             with self._lease(choice):

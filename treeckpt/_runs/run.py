@@ -94,6 +94,17 @@ _write_errors = partial(write_errors_wrapped, expected="a directory that can be 
 _log = logging.getLogger("treeckpt")
 
 
+class JoinedRun(msgspec.Struct, frozen=True):
+    """What all disks of a run have together, which lies on the private disks of several hosts."""
+
+    whole: frozenset[tuple[str, str]]
+    """The checkpoints that are complete over all disks, as (name of the directory, save id)."""
+    pinned: frozenset[str]
+    """Names of directories that are pinned on one disk at least."""
+    damaged: frozenset[str]
+    """Names of directories in which a verification found damage on one disk at least."""
+
+
 class RunDirectory:
     """The checkpoints of a run.
 
@@ -242,6 +253,7 @@ class RunDirectory:
         claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
         on_removal: OnRead = lambda done, total: None,
+        disks: JoinedRun | None = None,
     ) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
@@ -251,10 +263,11 @@ class RunDirectory:
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
             on_removal: takes before each removal how many are done, and how many are planned.
+            disks: what other disks have of a run that lies on several. Without it node-local checkpoints stay.
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in infos]
+        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -328,12 +341,17 @@ class RunDirectory:
             raise _held(folder, plan.why)
         return info, plan
 
-    def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
+    def _fact(
+        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
+    ) -> StepDirectory:
         assert info.status != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.status != "partial" else None
         unread = info.status == "unread" and not force
+        step = step_info(info)
+        if disks is not None:
+            step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
         return StepDirectory(
-            **msgspec.structs.asdict(step_info(info)),
+            **msgspec.structs.asdict(step),
             name=info.name,
             status=info.status,
             modified_ns=0 if unread else folder.modified_ns() or 0,
@@ -341,6 +359,8 @@ class RunDirectory:
             save_id=None if unread else save_id,
             problem=info.error or "",
             path=folder.place,
+            whole=disks is None or (info.name, info.save_id or "") in disks.whole,
+            elsewhere=info.elsewhere if disks is None else "",
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:
