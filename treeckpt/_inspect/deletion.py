@@ -78,6 +78,17 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
 
 
+class JoinedRun(msgspec.Struct, frozen=True):
+    """What all disks of a run have together, which lies on the private disks of several hosts."""
+
+    whole: frozenset[tuple[str, str]]
+    """The checkpoints that are complete over all disks, as (name of the directory, save id)."""
+    pinned: frozenset[str]
+    """Names of directories that are pinned on one disk at least."""
+    damaged: frozenset[str]
+    """Names of directories in which a verification found damage on one disk at least."""
+
+
 class CleanupTimes(msgspec.Struct, frozen=True):
     """The current time, and the periods to wait, in nanoseconds."""
 

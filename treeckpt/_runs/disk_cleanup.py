@@ -24,7 +24,7 @@ import xxhash
 
 from .._core.format.files import is_step_name, prepared_name, step_of
 from .._core.format.index import MAX_INDEX, decode_index
-from .._inspect.deletion import CleanReport, RetainedDirectory
+from .._inspect.deletion import CleanReport, JoinedRun, RetainedDirectory
 from .._io.comm.collective import Conclusion, Exchange, decode_each, gather_errors, raise_faults
 from .._io.comm.comm import Comm
 from .._io.process import this_process
@@ -32,12 +32,12 @@ from .._io.storage.deletions import discard_prepared, prepared_saves, publish_pr
 from ..errors import TreeckptError
 from .catalog import CheckpointInfo
 from .disks import joined_infos, seen_here
-from .run import JoinedRun, RunDirectory
+from .run import RunDirectory
 
 _log = logging.getLogger("treeckpt")
 
 
-class DiskView(msgspec.Struct, frozen=True):
+class RunView(msgspec.Struct, frozen=True):
     """What one rank sees of a run."""
 
     disk: str
@@ -51,7 +51,7 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
 
     rank: int
     """This rank."""
-    views: dict[int, DiskView]
+    views: dict[int, RunView]
     """By leader."""
 
     @property
@@ -102,11 +102,11 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
         )
 
 
-def _has(view: DiskView, name: str, complete: bool) -> bool:
+def _has(view: RunView, name: str, complete: bool) -> bool:
     return any(info.name == name and (not complete or info.status == "complete") for info in view.infos)
 
 
-def _view(run: RunDirectory) -> DiskView:
+def _view(run: RunDirectory) -> RunView:
     path, found = run.store.traits.local_path, list[tuple[str, int, int]]()
     assert path is not None, "a run elsewhere is on one disk"
     for name in sorted(filter(is_step_name, run.store.names())):
@@ -116,7 +116,7 @@ def _view(run: RunDirectory) -> DiskView:
             continue
         # two disks that were filled alike may number their files alike
         found.append((name, state.st_ino, state.st_mtime_ns))
-    return DiskView(xxhash.xxh3_64_hexdigest(repr(found).encode()), this_process().host, seen_here(run))
+    return RunView(xxhash.xxh3_64_hexdigest(repr(found).encode()), this_process().host, seen_here(run))
 
 
 def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
@@ -128,16 +128,16 @@ def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
     if comm.size == 1 or run.store.traits.local_path is None:
         return None
 
-    def leaders(views: dict[int, bytes]) -> Conclusion[dict[int, DiskView]]:
+    def leaders(views: dict[int, bytes]) -> Conclusion[dict[int, RunView]]:
         first = dict[str, int]()
-        decoded = decode_each(views, DiskView)
+        decoded = decode_each(views, RunView)
         for rank in sorted(decoded):
             first.setdefault(decoded[rank].disk, rank)
         kept = {rank: decoded[rank] for rank in first.values()} if len(first) > 1 else {}
         return Conclusion(kept)
 
     with Exchange(comm, f"{run.url} {call}: disks", call=call) as exchange:
-        views = exchange.step(lambda: msgspec.msgpack.encode(_view(run)), leaders, dict[int, DiskView])
+        views = exchange.step(lambda: msgspec.msgpack.encode(_view(run)), leaders, dict[int, RunView])
     return RunDisks(comm.rank, views) if views else None
 
 

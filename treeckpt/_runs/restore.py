@@ -170,10 +170,6 @@ class Restorer:
                     failed.add_hint(_PARTLY_FILLED)
                 raise
             passed_over += [text for text in choice.passed_over if text not in passed_over]
-            if choice.apart and not tried and (disks := look_at_disks(self._comm, self.directory, "restore")):
-                act = partial(complete_saves, self.directory, disks) if disks.leads else None
-                topic = f"{choice.path} restore: saves completed"
-                on_each_disk(self._comm, disks, topic, choice.path, act, hint=_NOTHING_RESTORED)
             result, error = None, None
             topic = f"{choice.path} restore"
             with self._lease(choice):
@@ -210,6 +206,13 @@ class Restorer:
                     if "CorruptError" in kinds and self._chosen is not None:
                         self._selector.keep_damage(self._chosen, why)
 
+    def _complete_saves(self) -> None:
+        """Completes saves to the disks of several hosts that had died behind their commit, on every rank."""
+        url = self.directory.url
+        if (disks := look_at_disks(self._comm, self.directory, "restore")) is not None:
+            act = partial(complete_saves, self.directory, disks) if disks.leads else None
+            on_each_disk(self._comm, disks, f"{url} restore: saves completed", url, act, hint=_NOTHING_RESTORED)
+
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []
         info = self._chosen = self._selector.choose(step, tried, passed_over)
@@ -229,7 +232,7 @@ class Restorer:
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
-            return from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
+            choice = from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
         except CheckpointNotFound:
             if not unread:
                 raise
@@ -239,6 +242,9 @@ class Restorer:
                 found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0][0]}",
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
+        if choice.apart and not tried:
+            self._complete_saves()
+        return choice
 
     def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
         if choice.step is None or (self._comm.rank and not choice.apart):

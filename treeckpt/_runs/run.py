@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -35,10 +34,10 @@ from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
 from .._inspect.deletion import (
     CleanReport,
+    JoinedRun,
     Removal,
     RetainedDirectory,
     StepDirectory,
-    foreign_files,
     plan_cleanup,
     plan_deletion,
 )
@@ -54,14 +53,13 @@ from .._io.storage.deletions import (
     hold_lock,
     index_of_save,
     index_state,
-    plan_removal,
     remove_leftovers,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
-from .._io.storage.open import open_run, open_store
+from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
@@ -92,17 +90,6 @@ from .verification import (
 _REPLACED = "another save has been committed there meanwhile"
 _write_errors = partial(write_errors_wrapped, expected="a directory that can be written")
 _log = logging.getLogger("treeckpt")
-
-
-class JoinedRun(msgspec.Struct, frozen=True):
-    """What all disks of a run have together, which lies on the private disks of several hosts."""
-
-    whole: frozenset[tuple[str, str]]
-    """The checkpoints that are complete over all disks, as (name of the directory, save id)."""
-    pinned: frozenset[str]
-    """Names of directories that are pinned on one disk at least."""
-    damaged: frozenset[str]
-    """Names of directories in which a verification found damage on one disk at least."""
 
 
 class RunDirectory:
@@ -449,32 +436,6 @@ class RunDirectory:
             return f"it is {info.status} now"
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         return plan.why if isinstance(plan, RetainedDirectory) else ""
-
-
-def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
-    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
-
-    Args:
-        grace, dry_run: same as for `RunDirectory.clean`.
-    """
-    folder = open_store(path)
-    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
-    foreign = {folder.name: others} if others else {}
-    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
-    planned = plan_removal(folder, time.time_ns(), grace)
-    if planned is None:
-        return report
-    if isinstance(planned, RetainedDirectory):
-        return msgspec.structs.replace(report, left=(planned,))
-    if not dry_run:
-        try:
-            why = remove_leftovers(folder, planned)
-        except (OSError, TreeckptError) as error:
-            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
-            return msgspec.structs.replace(report, failed=(failed,))
-        if why:
-            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
-    return msgspec.structs.replace(report, removed=(planned,))
 
 
 def _held(folder: Store, why: str) -> CheckpointError:

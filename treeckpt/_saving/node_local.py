@@ -182,7 +182,7 @@ class _RankSide:
 
 
 class _Coordinator:
-    """What rank 0 does for all disks; it is the `OtherDisks` of the writer that publishes the index.
+    """What rank 0 does for all disks; it is the `DisksToPrepare` of the writer that publishes the index.
 
     Args:
         reports: of all ranks.
