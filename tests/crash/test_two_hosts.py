@@ -16,7 +16,7 @@ from tests.crash.two_hosts import HOSTS, disk, save, whole_job
 from tests.helpers.world import Switch, assert_holds
 from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._runs.run import clean_checkpoint
+from treeckpt._runs.clean_one import clean_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -62,7 +62,12 @@ def check_next_save(place: Path) -> None:
 @pytest.mark.parametrize("what", ["new", "overwriting"])
 @pytest.mark.parametrize(
     ("culprit", "every"),
-    [("job", 7), pytest.param("job", 1, marks=SLOW), pytest.param("0", 1, marks=SLOW), pytest.param("1", 1, marks=SLOW)],
+    [
+        ("job", 7),
+        pytest.param("job", 1, marks=SLOW),
+        pytest.param("0", 1, marks=SLOW),
+        pytest.param("1", 1, marks=SLOW),
+    ],
 )
 def test_a_killed_job_leaves_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, culprit: str, every: int, what: str

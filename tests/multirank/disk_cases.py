@@ -17,6 +17,7 @@ from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._runs.run import RunDirectory
 
 from .registry import Case, Phases, Rank
 
@@ -192,3 +193,127 @@ def the_interface_of_torch_saves_to_both_disks(here: Rank) -> None:
     assert first[INDEX_NAME] == second[INDEX_NAME] and len(tc.inspect(together(here, path)).disks) == 2
     treeckpt.dcp.async_save({"every": torch.arange(64), "step": 6}, checkpoint_id=path).result()
     assert tc.load(together(here, path))["step"] == 6
+
+
+def steps_on(here: Rank, run: Path) -> list[list[str]]:
+    """Returns which steps each host has an index of."""
+    dist.barrier()
+    heard: list[Any] = [None] * here.world
+    own = sorted(each.name for each in run.iterdir() if (each / INDEX_NAME).exists()) if run.is_dir() else []
+    dist.all_gather_object(heard, own)
+    assert heard[0] == heard[1] and heard[2] == heard[3]
+    return [heard[0], heard[2]]
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step_{step:08d}" for step in steps]
+
+
+@case
+def a_manager_keeps_the_same_steps_on_both_disks(here: Rank) -> None:
+    for background in (False, True):
+        run = place(here, f"run {background}")
+        losses = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.2}
+        with tc.Manager(run, keep=[tc.policy.Last(2), tc.policy.Best("loss")], background=background) as manager:
+            for step, loss in losses.items():
+                manager.save(step, tree(here.rank, step), metrics={"loss": loss})
+            manager.wait()
+            assert steps_on(here, run) == [names(2, 4, 5)] * 2
+            manager.pin(4)
+            manager.save(6, tree(here.rank, 6))
+            manager.save(7, tree(here.rank, 7), pin=True)
+            manager.save(8, tree(here.rank, 8))
+            manager.save(9, tree(here.rank, 9))
+            manager.wait()
+            assert steps_on(here, run) == [names(2, 4, 7, 8, 9)] * 2
+            assert (run / names(4)[0] / "pinned.json").exists() and (run / names(7)[0] / "pinned.json").exists()
+            manager.unpin(4)
+            report = manager.clean()
+            assert [removal.name for removal in report.removed] == names(4)
+            with pytest.raises(tc.CheckpointError, match="pinned"):
+                manager.delete(7)
+            assert steps_on(here, run) == [names(2, 7, 8, 9)] * 2
+            manager.delete(8)
+            assert steps_on(here, run) == [names(2, 7, 9)] * 2
+            check_saved(here, run / names(9)[0], seed=9)
+            with pytest.raises(tc.CheckpointNotFound):
+                manager.pin(8)
+
+
+@case
+def a_clean_up_by_one_host_leaves_what_it_shares_with_another(here: Rank) -> None:
+    run = place(here, "alone")
+    with tc.Manager(run, keep=None, background=False) as manager:
+        for step in (1, 2):
+            manager.save(step, tree(here.rank, step))
+    if here.rank in (0, 2):
+        report = RunDirectory(run).clean([tc.policy.Last(1)])
+        assert not report.removed and "lies on the disks of several hosts" in report.left[0].why
+    assert steps_on(here, run) == [names(1, 2)] * 2
+
+
+@case
+def the_best_step_of_a_lost_disk_does_not_push_out_one_that_both_have(here: Rank) -> None:
+    run = place(here, "replaced host")
+    keep = [tc.policy.Last(1), tc.policy.Best("loss")]
+    with tc.Manager(run, keep=None, background=False) as manager:
+        manager.save(1, tree(here.rank, 1), metrics={"loss": 0.1})
+    dist.barrier()
+    if here.rank == 2:
+        shutil.rmtree(run / names(1)[0])
+    dist.barrier()
+    with tc.Manager(run, keep=keep, background=False) as manager:
+        for step, loss in ((2, 0.2), (3, 0.3), (4, 0.4)):
+            manager.save(step, tree(here.rank, step), metrics={"loss": loss})
+        assert steps_on(here, run) == [names(1, 2, 4), names(2, 4)]
+        manager.save(5, tree(here.rank, 5), metrics={"loss": 0.05})
+        assert steps_on(here, run) == [names(5)] * 2, "what is left of step 1 is the best no more"
+
+
+@case
+def a_save_that_died_behind_its_commit_is_completed(here: Rank) -> None:
+    for way in ("resume", "clean", "save"):
+        run = place(here, f"completed by {way}")
+        with tc.Manager(run, background=False) as manager:
+            manager.save(1, {"model": tree(here.rank, 1)})
+            manager.save(2, {"model": tree(here.rank, 2)})
+        undo_publishing(here, run / names(2)[0], committed=True)
+        assert steps_on(here, run) == [names(1, 2), names(1)]
+        if here.rank == 2:
+            report = RunDirectory(run).clean([tc.policy.Last(1)], grace=0.0)
+            assert not report.removed and [left for left in report.left if "another host may have" in left.why]
+        with tc.Manager(run, background=False) as manager:
+            if way == "resume":
+                assert manager.restore()["model"]["step"] == 2
+            elif way == "clean":
+                assert [text for text in manager.clean().completed if "host1" in text and "completed" in text]
+            else:
+                manager.save(3, {"model": tree(here.rank, 3)})
+            assert steps_on(here, run) == [names(1, 2, 3)[: 3 if way == "save" else 2]] * 2
+        first, second = seen_by_hosts(here, run / names(2)[0])
+        assert first[INDEX_NAME] == second[INDEX_NAME] and not [name for name in second if "prepared" in name]
+
+
+@case
+def a_save_that_no_disk_has_committed_goes_from_all(here: Rank) -> None:
+    run = place(here, "uncommitted")
+    with tc.Manager(run, background=False) as manager:
+        manager.save(1, tree(here.rank, 1))
+        manager.save(2, tree(here.rank, 2))
+        undo_publishing(here, run / names(2)[0], committed=False)
+        [text] = manager.clean().completed
+        assert "which no disk has committed" in text
+        assert here.rank < 2 or not (run / names(2)[0]).exists()
+        dist.barrier()
+        assert manager.latest() == 1
+
+
+def undo_publishing(here: Rank, path: Path, *, committed: bool) -> None:
+    """Leaves what a job leaves that dies between its commit and the publication on the second disk, or before both."""
+    dist.barrier()
+    index = path / INDEX_NAME
+    if here.rank == 2:
+        index.rename(path / f"prepared.{tc.inspect(path).save_id}.json")
+    if here.rank == 0 and not committed:
+        index.unlink()
+    dist.barrier()

@@ -29,8 +29,9 @@ from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.active_saves import under_way_text
 from .._runs.catalog import CheckpointInfo, is_checkpoint, loadable_text, scan, with_verification
+from .._runs.clean_one import clean_checkpoint
 from .._runs.progress_bar import counting_bar
-from .._runs.run import RunDirectory, clean_checkpoint
+from .._runs.run import RunDirectory
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best

@@ -43,6 +43,7 @@ from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 _NO_SAVE = "0" * 16
 """The save id in the mark of an index that no save can be told of."""
+_APART = "it lies on the disks of several hosts: a clean-up by all ranks deletes it, a deletion only what is here"
 _LOCKS = frozenset({"deleting", "repairing"})
 _PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3, "prepared": 4}
 
@@ -71,6 +72,21 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     problem: str = ""
     path: str = ""
     """The path or URL of the directory; empty where none is to be named."""
+    whole: bool = True
+    """Whether its checkpoint is complete over all disks of the run, where it lies on several."""
+    elsewhere: str = ""
+    """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
+
+
+class JoinedRun(msgspec.Struct, frozen=True):
+    """What all disks of a run have together, which lies on the private disks of several hosts."""
+
+    whole: frozenset[tuple[str, str]]
+    """The checkpoints that are complete over all disks, as (name of the directory, save id)."""
+    pinned: frozenset[str]
+    """Names of directories that are pinned on one disk at least."""
+    damaged: frozenset[str]
+    """Names of directories in which a verification found damage on one disk at least."""
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -121,6 +137,8 @@ class CleanReport(msgspec.Struct, frozen=True):
         warnings: problems of the policies: a metric that no checkpoint has.
         dry_run: whether nothing was removed: then `removed` lists what would be.
         abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
+        completed: what was done about saves to the disks of several hosts that had died before all of these knew of
+            their commit: each directory, and whether its save is complete now or was never committed.
         foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
     """
 
@@ -132,6 +150,7 @@ class CleanReport(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
     abandoned: tuple[int, ...] = ()
+    completed: tuple[str, ...] = ()
     foreign: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -150,6 +169,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  kept      {step_name(step)}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {directory.name}: {directory.why}" for directory in self.left]
+        rows += [f"  ended     {text}" for text in self.completed]
         rows += [f"  failed    {directory.name}: {directory.why}" for directory in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
         return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
@@ -172,7 +192,10 @@ def plan_cleanup(
     """
     seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: f.step)]
     infos = [state.folder for state in seen if state.folder.status == "complete"]
-    stays = kept(infos, policies)
+    whole = [info for info in infos if info.whole]
+    stays = kept(whole, policies)
+    if len(whole) < len(infos):  # of a lost disk what is left stays as long as it would if it were whole
+        stays |= {step: why for step, why in kept(infos, policies).items() if step not in {i.step for i in whole}}
     removals: list[Removal] = []
     left: list[RetainedDirectory] = []
     for state in seen:
@@ -180,6 +203,8 @@ def plan_cleanup(
             decision: Removal | RetainedDirectory | None = RetainedDirectory(state.folder.name, "it is being saved")
         elif state.folder.status == "complete" and state.folder.step not in stays:
             decision = state.unwanted()
+            if state.folder.elsewhere and isinstance(decision, Removal):
+                decision = RetainedDirectory(state.folder.name, f"no policy keeps it, but {_APART}")
         else:
             decision = state.leftovers()
         if isinstance(decision, Removal):

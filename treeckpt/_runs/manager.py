@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.files import check_step
+from .._core.format.files import check_step, step_name
 from .._core.tree.structure import key_text
 from .._inspect.deletion import CleanReport
-from .._io.comm.collective import ending_together, from_rank0
+from .._io.comm.collective import all_gather, ending_together, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
 from .._io.process import HEARTBEAT_TIMEOUT
 from .._io.public_calls import check_options, saves, takes_no_save
@@ -59,6 +59,7 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from .catalog import runs_below, step_info
+from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk, spread_pins
 from .notebook import run_html
 from .options import (
     Keep,
@@ -142,6 +143,8 @@ class Manager:
         self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
+        self._before: Pending | None = None
+        """The background save that was begun last; None once all ranks have cleaned up after it together."""
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
         self._loop = LoopState()
@@ -314,11 +317,15 @@ class Manager:
         with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
         if isinstance(result, SaveReport):
-            self._start_clean()
+            self._start_clean(result)
+            self._clean_disks_after(result)
             self.retention.wait()
         self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
+        if isinstance(result, Pending):  # all ranks know by now that the save before has ended
+            before, self._before = self._before, result
+            self._clean_disks_after(before)
         self._reached = step
         self.schedule.restart()
         if self.stopping and self._exit is not None:
@@ -341,7 +348,7 @@ class Manager:
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
             unpin()
-            self._start_clean()  # the disk may be full of checkpoints that no policy keeps
+            self._start_clean(None)  # the disk may be full of checkpoints that no policy keeps
             raise
         if isinstance(result, Pending) and result.skipped:
             unpin()
@@ -355,9 +362,47 @@ class Manager:
             with contextlib.suppress(TreeckptError):
                 self.directory.take_pin_back(step)
 
-    def _start_clean(self) -> None:
-        if self._comm.rank == 0:
+    def _start_clean(self, report: SaveReport | None) -> None:
+        """Starts the clean-up after a save, unless its ranks see several disks: then they clean up together."""
+        if self._comm.rank == 0 and (report is None or not report.disks):
             self.retention.start()
+
+    def _clean_disks_after(self, save: SaveReport | Pending | None) -> None:
+        """Starts the clean-up of this rank's disk after a save to several; called by all ranks once it has ended."""
+        report = None
+        with contextlib.suppress(Exception):  # it is reported elsewhere
+            report = save.result() if isinstance(save, Pending) else save
+        if report is not None and report.disks and (disks := self._disks("clean")) is not None and disks.leads:
+            self.retention.start(disks)
+
+    def _disks(self, call: str) -> RunDisks | None:
+        """Returns the disks of the run, on every rank; None where all ranks see one."""
+        return look_at_disks(self._comm, self.directory, call)
+
+    def _on_each_disk(
+        self, call: str, step: int, act: Callable[[], Any], *, check: Callable[[], Any] | None = None
+    ) -> bool:
+        """Acts on each disk that has a step; returns False where all ranks see one disk, or no disk has it.
+
+        Args:
+            check: raises where it must not be done on a disk; then it is done on none.
+        """
+        disks, name = self._disks(call), step_name(step)
+        if disks is None or not disks.has(name, complete=check is None):
+            return False
+        here = disks.here(name, complete=check is None)
+
+        def prepare() -> None:
+            complete_saves(self.directory, disks, self._pending.busy())
+            spread_pins(self.directory, disks)
+            if check is not None and here:
+                check()
+
+        for what, each in (("prepare", prepare if disks.leads else None), ("act", act if here else None)):
+            topic, path = f"{self.directory.url} {call}: {what}", self.path(step)
+            hint = "It may be done on the disks of other ranks" if what == "act" else "Nothing was done"
+            on_each_disk(self._comm, disks, topic, path, each, hint=hint)
+        return True
 
     @takes_no_save
     def wait(self, timeout: float | None = None) -> None:
@@ -370,6 +415,8 @@ class Manager:
             The error of a save that failed; CheckpointError, which names the lost steps, if one has not ended in time.
         """
         self._pending.settle(timeout)
+        before, self._before = self._before, None
+        self._clean_disks_after(before)
         self.retention.wait(timeout)
 
     # restoring -------------------------------------------------------------------------------------------------
@@ -538,8 +585,9 @@ class Manager:
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = check_step(step)
-        self._from_rank0(f"pin step {step}", partial(self.directory.pin, step), type(None))
+        call, pin = f"pin step {check_step(step)}", partial(self.directory.pin, check_step(step))
+        if not self._on_each_disk(call, step, pin):
+            self._from_rank0(call, pin, type(None))
 
     @takes_no_save
     def unpin(self, step: int) -> None:
@@ -548,8 +596,9 @@ class Manager:
         Raises:
             CheckpointNotFound: there is no such checkpoint.
         """
-        step = check_step(step)
-        self._from_rank0(f"unpin step {step}", partial(self.directory.unpin, step), type(None))
+        call, unpin = f"unpin step {check_step(step)}", partial(self.directory.unpin, check_step(step))
+        if not self._on_each_disk(call, step, unpin):
+            self._from_rank0(call, unpin, type(None))
 
     @takes_no_save
     def delete(self, step: int, *, force: bool = False) -> None:
@@ -562,8 +611,10 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
             CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
         """
-        step = check_step(step)
-        self._from_rank0(f"delete step {step}", partial(self.retention.delete, step, force=force), type(None))
+        call, delete = f"delete step {check_step(step)}", partial(self.retention.delete, check_step(step), force=force)
+        check = partial(self.directory.plan_deletion, step, force=force)
+        if not self._on_each_disk(call, step, delete, check=check):
+            self._from_rank0(call, delete, type(None))
 
     @takes_no_save
     def clean(self, *, dry_run: bool = False) -> CleanReport:
@@ -572,7 +623,15 @@ class Manager:
         Returns:
             What is kept and why, what was removed and why, and what could not be removed.
         """
-        return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
+        disks = self._disks("clean")
+        if disks is None:
+            return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
+
+        def clean() -> CleanReport | None:
+            return self.retention.clean_now(dry_run=dry_run, disks=disks) if disks.leads else None
+
+        reports = all_gather(self._comm, f"{self.directory.url} clean: act", clean, CleanReport | None)
+        return disks.merged({rank: report for rank, report in enumerate(reports) if report is not None})
 
     # ending --------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptErro
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
+from .disk_cleanup import complete_saves, look_at_disks, on_each_disk
 from .disks import joined_infos, seen_here
 from .progress_bar import reading_bar
 from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
@@ -205,6 +206,13 @@ class Restorer:
                     if "CorruptError" in kinds and self._chosen is not None:
                         self._selector.keep_damage(self._chosen, why)
 
+    def _complete_saves(self) -> None:
+        """Completes saves to the disks of several hosts that had died behind their commit, on every rank."""
+        url = self.directory.url
+        if (disks := look_at_disks(self._comm, self.directory, "restore")) is not None:
+            act = partial(complete_saves, self.directory, disks) if disks.leads else None
+            on_each_disk(self._comm, disks, f"{url} restore: saves completed", url, act, hint=_NOTHING_RESTORED)
+
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []
         info = self._chosen = self._selector.choose(step, tried, passed_over)
@@ -224,7 +232,7 @@ class Restorer:
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
-            return from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
+            choice = from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
         except CheckpointNotFound:
             if not unread:
                 raise
@@ -234,6 +242,9 @@ class Restorer:
                 found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0][0]}",
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
+        if choice.apart and not tried:
+            self._complete_saves()
+        return choice
 
     def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
         if choice.step is None or (self._comm.rank and not choice.apart):

@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -35,10 +34,10 @@ from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
 from .._inspect.deletion import (
     CleanReport,
+    JoinedRun,
     Removal,
     RetainedDirectory,
     StepDirectory,
-    foreign_files,
     plan_cleanup,
     plan_deletion,
 )
@@ -54,14 +53,13 @@ from .._io.storage.deletions import (
     hold_lock,
     index_of_save,
     index_state,
-    plan_removal,
     remove_leftovers,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
-from .._io.storage.open import open_run, open_store
+from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, visible
@@ -242,6 +240,7 @@ class RunDirectory:
         claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
         on_removal: OnRead = lambda done, total: None,
+        disks: JoinedRun | None = None,
     ) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
@@ -251,10 +250,11 @@ class RunDirectory:
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
             on_removal: takes before each removal how many are done, and how many are planned.
+            disks: what other disks have of a run that lies on several. Without it node-local checkpoints stay.
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in infos]
+        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -328,12 +328,17 @@ class RunDirectory:
             raise _held(folder, plan.why)
         return info, plan
 
-    def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
+    def _fact(
+        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
+    ) -> StepDirectory:
         assert info.status != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.status != "partial" else None
         unread = info.status == "unread" and not force
+        step = step_info(info)
+        if disks is not None:
+            step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
         return StepDirectory(
-            **msgspec.structs.asdict(step_info(info)),
+            **msgspec.structs.asdict(step),
             name=info.name,
             status=info.status,
             modified_ns=0 if unread else folder.modified_ns() or 0,
@@ -341,6 +346,8 @@ class RunDirectory:
             save_id=None if unread else save_id,
             problem=info.error or "",
             path=folder.place,
+            whole=disks is None or (info.name, info.save_id or "") in disks.whole,
+            elsewhere=info.elsewhere if disks is None else "",
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:
@@ -429,32 +436,6 @@ class RunDirectory:
             return f"it is {info.status} now"
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         return plan.why if isinstance(plan, RetainedDirectory) else ""
-
-
-def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
-    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
-
-    Args:
-        grace, dry_run: same as for `RunDirectory.clean`.
-    """
-    folder = open_store(path)
-    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
-    foreign = {folder.name: others} if others else {}
-    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
-    planned = plan_removal(folder, time.time_ns(), grace)
-    if planned is None:
-        return report
-    if isinstance(planned, RetainedDirectory):
-        return msgspec.structs.replace(report, left=(planned,))
-    if not dry_run:
-        try:
-            why = remove_leftovers(folder, planned)
-        except (OSError, TreeckptError) as error:
-            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
-            return msgspec.structs.replace(report, failed=(failed,))
-        if why:
-            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
-    return msgspec.structs.replace(report, removed=(planned,))
 
 
 def _held(folder: Store, why: str) -> CheckpointError:

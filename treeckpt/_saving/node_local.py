@@ -36,7 +36,7 @@ from .._core.format.timings import timings_name
 from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
 from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
-from .._io.storage.deletions import clear_leftovers, discard_prepared, unlocked_sizes
+from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
 from ..errors import CheckpointExists, RankError
 from .agree import AgreedSave
@@ -170,7 +170,7 @@ class _RankSide:
         store = self.agreed.store
         with contextlib.suppress(Exception):  # the rest may fail without harm
             names = store.sizes().keys() - {self.record.name}
-            discard_prepared(store, names)
+            discard_prepared(store, names, prepared_saves(names))
             clear_leftovers(store, names, known=self.agreed.info.save_id)
 
     def _undo(self) -> None:
@@ -182,7 +182,7 @@ class _RankSide:
 
 
 class _Coordinator:
-    """What rank 0 does for all disks; it is the `OtherDisks` of the writer that publishes the index.
+    """What rank 0 does for all disks; it is the `DisksToPrepare` of the writer that publishes the index.
 
     Args:
         reports: of all ranks.

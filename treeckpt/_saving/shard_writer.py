@@ -108,7 +108,7 @@ class CommitResult(msgspec.Struct, array_like=True):
     """The disks of a save that is committed on several."""
 
 
-class OtherDisks(Protocol):
+class DisksToPrepare(Protocol):
     """The disks of a save on which the coordinator does not publish the index itself; see `node_local`."""
 
     @property
@@ -279,7 +279,7 @@ class InlineWriter:
         waits: bool = True,
         look: PathLook | None = None,
         record: ProgressRecorder | None = None,
-        others: OtherDisks | None = None,
+        others: DisksToPrepare | None = None,
     ) -> None:
         self.error, self.recorder, self._others = error, recorder, others
         self._waits = waits or not store.traits.conditional

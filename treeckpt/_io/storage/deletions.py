@@ -639,16 +639,21 @@ def discard_save(store: Store, save_id: str, *, kinds: Collection[str] = ()) -> 
     delete_files(store, [n for n, kind in owned if kind.save_id == save_id and (not kinds or kind.kind in kinds)])
 
 
-def discard_prepared(store: Store, names: Iterable[str]) -> None:
-    """Deletes the files of node-local saves that another one has replaced; not of one that is under way.
+def discard_prepared(store: Store, names: Collection[str], save_ids: Iterable[str]) -> list[str]:
+    """Deletes the files of node-local saves that were not committed, or were replaced; returns whose are deleted.
+
+    One that may be under way stays.
 
     Args:
         names: the files there.
     """
-    for save_id in prepared_saves(names := list(names)):
+    done: list[str] = []
+    for save_id in save_ids:
         records = [name for name in names if (parsed := parse_progress_name(name)) and parsed[1] == save_id]
         if not any(_may_be_saving(store, name) for name in records):
             discard_save(store, save_id)
+            done.append(save_id)
+    return done
 
 
 def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
