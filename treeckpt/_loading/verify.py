@@ -15,7 +15,7 @@ import errno
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 
@@ -25,7 +25,7 @@ import numpy as np
 from .._core.format.byte_map import BadBytes, damaged_leaves, disk_text, locate_chunks
 from .._core.format.files import stored_name
 from .._core.format.index import INDEX_NAME, rebuild
-from .._core.format.records import AliasRecord, File, Index
+from .._core.format.records import AliasRecord, Disk, File, Index
 from .._core.format.shard_header import ShardHeader, decode_header
 from .._core.format.timings import timings_name
 from .._core.sharding.dtypes import dtype_of
@@ -75,13 +75,7 @@ def verify_checkpoint(
     problems, unread, notes = list[Problem](), list[Problem](), list[str]()
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
-    away = index.disks_elsewhere(sizes)
-    if len(away) == len(index.disks):  # nothing is here: no disk can be told to be this one
-        away = ()
-    files = index.file_list
-    if away:
-        others = {file.name for disk in away for file in index.disk_files(disk)}
-        files = tuple(file for file in files if file.name not in others)
+    files, away = _files_here(index, sizes)
     for file, (opened, bad) in zip(
         files, survey_shards(store, index, files, sizes, keep=True, moments=moments), strict=True
     ):
@@ -117,6 +111,18 @@ def verify_checkpoint(
         notes=tuple(dict.fromkeys(notes)),
         elsewhere=tuple(disk_text(index, disk) for disk in away),
     )
+
+
+def _files_here(index: Index, present: Container[str]) -> tuple[Sequence[File], tuple[Disk, ...]]:
+    """Returns the shards that belong on this disk, and the disks of other hosts, of a node-local checkpoint.
+
+    Where no shard is here, no disk can be told to be this one: then all belong here.
+    """
+    away = index.disks_elsewhere(present)
+    if not away or len(away) == len(index.disks):
+        return index.file_list, ()
+    others = {file.name for disk in away for file in index.disk_files(disk)}
+    return [file for file in index.file_list if file.name not in others], away
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:
