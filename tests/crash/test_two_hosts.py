@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import treeckpt as tc
-from tests.crash.two_hosts import HOSTS, disk, save, whole_job
+from tests.crash.two_hosts import HOSTS, disk, save, train, whole_job
 from tests.helpers.world import Switch, assert_holds
 from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._runs.clean_one import clean_checkpoint
+from treeckpt._runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 SLOW = pytest.mark.slow
@@ -32,55 +33,65 @@ def killed_jobs(directory: Path, culprit: str, what: str, every: int) -> list[di
 
 def seed_on_both(place: Path) -> int | None:
     """Which checkpoint the disks hold together, verified bit for bit; the newest of which one has the index."""
-    found = {}
-    for host in range(HOSTS):
-        if (disk(place, host) / "checkpoint" / INDEX_NAME).exists():
-            found[tc.inspect(disk(place, host) / "checkpoint").created_ns] = host
+    found = {
+        tc.inspect(index.parent).created_ns: (host, index.parent.relative_to(disk(place, host)))
+        for host in range(HOSTS)
+        for index in disk(place, host).rglob(INDEX_NAME)
+    }
     if not found:
         return None
-    whole, first = place / "whole", found[max(found)]
+    (first, name), whole = found[max(found)], place / "whole"
     shutil.rmtree(whole, ignore_errors=True)
-    shutil.copytree(disk(place, 1 - first) / "checkpoint", whole) if disk(place, 1 - first).exists() else None
-    shutil.copytree(disk(place, first) / "checkpoint", whole, dirs_exist_ok=True)
+    for host in (1 - first, first):  # its index is the one that counts
+        if (path := disk(place, host) / name).exists():
+            shutil.copytree(path, whole, dirs_exist_ok=True)
     seed = tc.load(whole, select="step")["step"] - 100
     assert_holds(whole, seed=seed)
     assert tc.read_file(whole, "config.json") == b"%d" % seed
     return seed
 
 
-def check_next_save(place: Path) -> None:
-    """The job goes on: its next save is whole, and leaves nothing else on any disk."""
-    whole_job(lambda comm: save(comm, place, 3), Switch())
-    assert seed_on_both(place) == 3
+def clean_alone(place: Path) -> None:
+    """What each host alone may do there."""
     for host in range(HOSTS):
-        path = disk(place, host) / "checkpoint"
-        clean_checkpoint(path, grace=0.0)
-        kinds = sorted(owned.kind if (owned := parse_file_name(each.name)) else each.name for each in path.iterdir())
-        assert kinds == ["index", "shard", "shard", "sidecar", "timings"], kinds
+        if (path := disk(place, host) / "checkpoint").exists():
+            clean_checkpoint(path, grace=0.0)
+        RunDirectory(disk(place, host) / "run").clean([tc.policy.Last(1)], grace=0.0)
 
 
-@pytest.mark.parametrize("what", ["new", "overwriting"])
-@pytest.mark.parametrize(
-    ("culprit", "every"),
-    [
-        ("job", 7),
-        pytest.param("job", 1, marks=SLOW),
-        pytest.param("0", 1, marks=SLOW),
-        pytest.param("1", 1, marks=SLOW),
-    ],
-)
+def check_next_job(place: Path, what: str) -> None:
+    """The next save is whole, and leaves nothing else on any disk."""
+    if what == "keeping one step":
+        whole_job(lambda comm: train(comm, place, 3, grace=0.0), Switch())
+    else:
+        whole_job(lambda comm: save(comm, place, 3), Switch())
+    assert seed_on_both(place) == 3
+    clean_alone(place)
+    for host in range(HOSTS):
+        files = [path for path in disk(place, host).rglob("*") if path.is_file()]
+        kinds = sorted(owned.kind if (owned := parse_file_name(path.name)) else path.name for path in files)
+        assert kinds == ["index", "shard", "shard", "sidecar", "timings"], files
+
+
+WHATS = ("new", "overwriting", "keeping one step")
+SOME = [("job", what, 13) for what in WHATS[1:]]
+ALL = [pytest.param(culprit, what, 1, marks=SLOW) for culprit in ("job", "0", "1") for what in WHATS]
+
+
+@pytest.mark.parametrize(("culprit", "what", "every"), [*SOME, *ALL])
 def test_a_killed_job_leaves_the_checkpoint_before_or_the_new_one(
-    tmp_path: Path, culprit: str, every: int, what: str
+    tmp_path: Path, culprit: str, what: str, every: int
 ) -> None:
-    before, states = 1 if what == "overwriting" else None, list[int | None]()
+    before, states = None if what == "new" else 1, list[int | None]()
+    between = 0
     for row in killed_jobs(tmp_path, culprit, what, every):
         place = Path(row["path"])
         state = seed_on_both(place)
         assert state in (before, 2), row
-        for host in range(HOSTS):  # what each host alone may do there
-            if disk(place, host).exists():
-                clean_checkpoint(disk(place, host) / "checkpoint", grace=0.0)
+        between += state == 2 and any(place.rglob("host1/**/prepared.*"))
+        clean_alone(place)
         assert seed_on_both(place) == state, row
         states.append(state)
-        check_next_save(place)
+        check_next_job(place, what)
     assert states[0] == before and states[-1] == 2
+    assert between or every > 1, "some die when one disk has the index, and the other does not"

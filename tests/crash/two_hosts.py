@@ -21,6 +21,7 @@ from tests.crash.kills import killed, switched
 from tests.helpers.world import LONG, Switch, errors_of, on_ranks, small_tree
 from treeckpt._io.comm.comm import Comm, CommState
 from treeckpt._io.storage import local_files, local_store
+from treeckpt._io.storage.local_store import LocalRun
 
 WORLD, HOSTS = 4, 2
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "unlink", "posix_fallocate")
@@ -34,6 +35,17 @@ class HostStore(tc.LocalStore):
     @property
     def url(self) -> str:
         return "/local/checkpoint"
+
+
+class HostRun(LocalRun):
+    """The same for a run."""
+
+    @property
+    def url(self) -> str:
+        return "/local/run"
+
+    def folder(self, name: str) -> HostStore:
+        return HostStore(self.path / name)
 
 
 class FileComm:
@@ -78,6 +90,21 @@ def save(comm: Comm, directory: Path, seed: int) -> None:
     tc.save(store, tree, comm=comm, overwrite=True, files=files)
 
 
+def train(comm: Comm, directory: Path, seed: int, *, grace: float = 3600.0) -> None:
+    """One rank's part in a job that saves a step and keeps no other."""
+    run = HostRun(disk(directory, host_of(comm.rank)) / "run")
+    with tc.Manager(run, keep=1, background=False, grace=grace, comm=comm) as manager:
+        manager.save(seed, small_tree(comm.rank, WORLD, seed=seed), files={"config.json": b"%d" % seed})
+
+
+ACTS: dict[str, tuple[Callable[..., None], bool]] = {
+    "new": (save, False),
+    "overwriting": (save, True),
+    "keeping one step": (train, True),
+}
+"""What is killed, and whether it was done once before."""
+
+
 def whole_job(act: Callable[[Comm], object], switch: Switch) -> None:
     """All ranks in one process."""
     with switched(switch, SYSTEM_CALLS, [local_store, local_files]):
@@ -107,15 +134,16 @@ def killed_with(culprit: str, directory: Path, at: int, act: Callable[[Comm], ob
     return call
 
 
-def run(directory: Path, culprit: str, before: bool, every: int) -> None:
+def run(directory: Path, culprit: str, what: str, every: int) -> None:
     """Kills before and after one call after another, up to the first save that ends before it has made so many."""
+    act, before = ACTS[what]
     for at in itertools.count(0, every):
         for after in (False, True):
             place = directory / f"{at:03d}-{after}"
             place.mkdir()
             if before:
-                whole_job(lambda comm, place=place: save(comm, place, 1), Switch())
-            call = killed_with(culprit, place, at, lambda comm, place=place: save(comm, place, 2), after=after)
+                whole_job(lambda comm, place=place: act(comm, place, 1), Switch())
+            call = killed_with(culprit, place, at, lambda comm, place=place: act(comm, place, 2), after=after)
             print(json.dumps({"path": str(place), "at": at, "after": after, "call": call}), flush=True)
             if not call and not after:
                 return
@@ -123,4 +151,4 @@ def run(directory: Path, culprit: str, before: bool, every: int) -> None:
 
 if __name__ == "__main__":
     assert "torch" not in sys.modules
-    run(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "overwriting", int(sys.argv[4]))
+    run(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -627,11 +627,11 @@ class Manager:
         if disks is None:
             return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
 
-        def clean() -> CleanReport | None:
-            return self.retention.clean_now(dry_run=dry_run, disks=disks) if disks.leads else None
+        def clean() -> list[CleanReport]:
+            return [self.retention.clean_now(dry_run=dry_run, disks=disks)] if disks.leads else []
 
-        reports = all_gather(self._comm, f"{self.directory.url} clean: act", clean, CleanReport | None)
-        return disks.merged({rank: report for rank, report in enumerate(reports) if report is not None})
+        reports = all_gather(self._comm, f"{self.directory.url} clean: act", clean, list[CleanReport])
+        return disks.merged({rank: report for rank, found in enumerate(reports) for report in found})
 
     # ending --------------------------------------------------------------------------------------------------
 
