@@ -1,4 +1,7 @@
-"""Loads of a checkpoint whose files lie on the private disks of two hosts, at one path."""
+"""Loads of a checkpoint whose files lie on the private disks of two hosts, at one path.
+
+Which rank sees which file, and who reads it for whom: paddle-pr59659-semi-auto, lines 55-76.
+"""
 
 from __future__ import annotations
 
