@@ -1,4 +1,4 @@
-"""The commit of a save to the disks of several hosts: who is on which disk, and what fails between and behind commits."""
+"""The commit of a save to the disks of several hosts: who is on which disk, what fails before and behind the commit."""
 
 from __future__ import annotations
 
