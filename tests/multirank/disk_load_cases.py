@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
 
 import treeckpt as tc
+import treeckpt.convert
+import treeckpt.dcp
 from tests.helpers.two_disks import LOCAL, enter_host, host_of
+from treeckpt._cli.main import main
+from treeckpt._io.comm.comm import SoloComm
+from treeckpt._runs.catalog import scan
 
 from .layouts import distribute, mesh_of, seeded
 from .registry import Case, Phases, Rank
@@ -165,3 +171,61 @@ def a_manager_resumes_from_the_newest_step_that_is_whole(here: Rank) -> None:
             assert manager.steps() == [] and manager.latest() is None
             with pytest.raises(tc.CheckpointNotFound, match=f"host host{host}"):
                 manager.resume(fresh, state)
+
+
+def check_on_one_disk(here: Rank, path: Path) -> None:
+    """What the commands and calls of one process say of a checkpoint on the disk of its host."""
+    other = 1 - host_of(here.rank, here.world)
+    host = f"host{other}, with ranks {2 * other}-{2 * other + 1}"
+    report = tc.verify(path)
+    assert report.ok and report.files == 2 and not report.problems and not report.leftovers
+    assert len(report.elsewhere) == 1 and host in report.elsewhere[0] and host in str(report)
+    assert not report.elsewhere[0].startswith("/")
+    assert tc.verify(path, repair=True).repairs == ()
+    assert main(["verify", str(path)]) == 0
+    [info] = scan(path.parent)
+    assert info.status == "complete" and info.problem is not None and f"2 of 2 shards of host {host}" in info.problem
+    assert main(["ls", str(path.parent)]) == 0 and main(["show", str(path)]) == 0
+    assert main(["gc", str(path.parent)]) == 0
+    assert tc.inspect(path).disks[other].host == f"host{other}" and tc.load_abstract(path, exclude="text")["step"] == 7
+    with pytest.raises(tc.CheckpointError, match=host):
+        tc.convert.to_torch_file(path, here.directory / f"never {here.rank}.pt")
+    salvaged = tc.load(path, fallback=tc.Fallback(on_corrupt="skip", per_rank="take"), comm=SoloComm())
+    assert salvaged["rows"] is ... and salvaged["step"] == 7
+    shard = next(path.glob(f"shard-{here.rank:05}*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert [problem.file for problem in tc.verify(path).problems] == [shard.name], "its own disk is compared"
+    shard.unlink()
+    [info] = scan(path.parent)
+    assert info.status == "corrupt" and shard.name in str(info.error), "a file that belongs here is missing"
+    with pytest.raises(tc.CorruptError, match="no such file"):
+        tc.load(path, select="own")
+
+
+@case
+def one_process_says_what_is_elsewhere(here: Rank) -> None:
+    path = saved(here, "one process/step_00000007", step=7)
+    if here.rank in (0, 2):
+        check_on_one_disk(here, path)
+
+
+@case
+def the_interface_of_torch_loads_from_both_disks(here: Rank) -> None:
+    path = here.directory / LOCAL / "dcp"
+    rows = torch.randn(1 << 10, 512, generator=seeded())
+    tc.dcp.save({"rows": distribute(rows, mesh_of(here.world), (Shard(0),)), "text": "x" * 5000}, checkpoint_id=path)
+    dist.barrier()
+    for lost in (None, 0, 2):
+        if lost is not None:
+            alone(here, lost, lambda lost=lost: shutil.move(path, here.directory / f"moved {lost}"))
+        state = {"rows": distribute(torch.zeros(1 << 10, 512), mesh_of(here.world), (Shard(1),)), "text": ""}
+        if lost is None:
+            tc.dcp.load(state, checkpoint_id=path)
+            assert torch.equal(state["rows"].full_tensor(), rows) and state["text"] == "x" * 5000
+            continue
+        host = host_of(lost, here.world)
+        with pytest.raises(CheckpointException, match=f"host host{host}, with ranks {lost}-{lost + 1}"):
+            tc.dcp.load(state, checkpoint_id=path)
+        alone(here, lost, lambda lost=lost: shutil.move(here.directory / f"moved {lost}", path))

@@ -110,7 +110,7 @@ def on_versions(
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
         known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
             version was replaced, and from a far store not read again.
-        across: the ranks that all make this call, and give each other files of their disks; see `joined_disks`.
+        across: the ranks that make this call together, and give each other files of their disks; see `joined_disks`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -122,18 +122,15 @@ def on_versions(
     if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)  # who has opened them does all again if one is replaced
     with contextlib.ExitStack() as stack:
-        stores: list[Store] = []
-        versions: list[Callable[[], Checkpoint]] = []
+        opened: list[tuple[Store, Callable[[], Checkpoint]]] = []
         for each in given:
-            store, version = open_checkpoint(each)
-            stores.append(stack.enter_context(contextlib.closing(store)))
-            versions.append(version)
+            opened.append(open_checkpoint(each))
+            stack.enter_context(contextlib.closing(opened[-1][0]))
         for _ in range(TRIES):
-            checkpoints = [version() for version in versions]
+            checkpoints = [version() for _, version in opened]
             try:
-                if known is not None:
-                    before, known = known, None  # another try is there because this version was replaced
-                    _take_known(checkpoints[0], before)
+                _take_known(checkpoints[0], known)
+                known = None  # another try is there because this version was replaced
                 with _on_all_disks(checkpoints, across) as found:
                     result = act(found[0] if bank is None else bank.opened(found))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
@@ -144,12 +141,12 @@ def on_versions(
                 # a rank that tried again alone would wait for ranks that do not: together they learn it by Replaced
                 if together or not _are_replaced(checkpoints, error):
                     if isinstance(error, OSError):
-                        raise wrap_read_error(error, stores[0].url) from error
+                        raise wrap_read_error(error, opened[0][0].url) from error
                     if isinstance(error, MismatchError):
                         _name_checkpoints(error, given, [each.url for each in checkpoints])
                     raise
     raise CheckpointError(
-        ", ".join(store.url for store in stores),
+        ", ".join(store.url for store, _ in opened),
         expected="a checkpoint that stays for as long as it takes to read it",
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
@@ -166,8 +163,10 @@ def _on_all_disks(
     return joined_disks(checkpoints, across)
 
 
-def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
+def _take_known(checkpoint: Checkpoint, known: KnownIndex | None) -> None:
     """Has a checkpoint take an index that has just been read, if it still is its own."""
+    if known is None:
+        return
     if checkpoint.store.traits.far:  # it takes a round trip to read it again
         checkpoint.index_bytes = known.data
     if checkpoint.index_bytes == known.data:

@@ -208,8 +208,7 @@ def restore(
     comm = as_comm(comm, sends_messages=False)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
     stored, once = following(source, options.read.follow_links), bool(options.read.once)
-    across = comm if once else None
-    return on_versions(stored, run, together=once, across=across) if is_stored(source) else run(source)
+    return on_versions(stored, run, together=once, across=comm if once else None) if is_stored(source) else run(source)
 
 
 def _restore(

@@ -123,8 +123,8 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
     if size is None:
         check_missing(store, file.name)
         where = _leaves_and_file(store, index, file, 0, expected)
-        if index.disks:
-            raise _on_other_disk(store, index, file, where)
+        if (disk := elsewhere(store, index, file)) is not None:
+            raise _elsewhere_error(store, disk, where)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:
         first, last = min(size, expected), max(size, expected)
@@ -138,15 +138,25 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
     return size
 
 
-def _on_other_disk(store: Store, index: Index, file: File, where: str) -> CheckpointError:
-    """Returns the error for a shard of a node-local checkpoint that is not here."""
-    text = disk_text(index, index.disk_of(file.rank))
+def elsewhere(store: Store, index: Index, file: File) -> str | None:
+    """Returns the disk of a shard of a node-local checkpoint that is not here, nor any other shard of that disk."""
+    disk = index.disk_of(file.rank) if index.disks else None
+    return None if disk is None or disk not in index.disks_elsewhere(store.sizes()) else disk_text(index, disk)
+
+
+def _elsewhere_error(store: Store, disk: str, where: str) -> CheckpointError:
+    """Returns the error for a shard that is on no disk that is seen here.
+
+    Args:
+        disk: as from `elsewhere`.
+        where: the file, with the leaves that are in it.
+    """
     if store.traits.joined:
-        found = f"no rank here sees it: it was written to {text}"
+        found = f"no rank here sees it: it was written to {disk}"
         hint = "Bring that host or its disk back, copy its files to a host of these ranks, or take another step"
         return CheckpointError(where, expected="a shard that one of the ranks that load sees", found=found, hint=hint)
-    hint = "Load on all ranks of both hosts with read=treeckpt.ReadOptions(once=True), or copy its files here"
-    return CheckpointError(where, expected="a shard on this disk", found=f"it was written to {text}", hint=hint)
+    hint = "Load on all ranks of all hosts with read=treeckpt.ReadOptions(once=True), or copy its files here"
+    return CheckpointError(where, expected="a shard on this disk", found=f"it was written to {disk}", hint=hint)
 
 
 def open_shard(
