@@ -4,8 +4,8 @@ Ranks tell each other what they see of the run. The lowest rank of each disk is 
 disks have.
 
 - A save that died behind its commit (`_saving.node_local`) is completed: where a disk has the index, the leaders of the
-  others publish what they have prepared. Of a save that no disk has committed the prepared files are deleted, once the
-  disks of all its hosts were asked.
+  others publish what they have prepared. Of a save that no disk has committed the prepared files are deleted, where all
+  its disks are there to say so, as their shards show: clean-ups delete these only behind it.
 - Policies choose from the checkpoints that are whole over all disks, so that all leaders keep and delete the same
   steps. Of others, of which a disk is lost, the parts stay as long as the policies would keep them, were they whole.
 - A pin on one disk counts on all; it is written on those that lack it.
@@ -13,19 +13,23 @@ disks have.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
+from .._core.format.decoding import decode_msgpack
 from .._core.format.files import is_step_name, prepared_name, step_of
 from .._core.format.index import MAX_INDEX, decode_index
+from .._core.format.records import Index
+from .._core.format.shard_header import parse_shard_name
 from .._inspect.deletion import CleanReport, JoinedRun, RetainedDirectory
-from .._io.comm.collective import Conclusion, Exchange, decode_each, gather_errors, raise_faults
+from .._io.comm.collective import Conclusion, Exchange, gather_errors, raise_faults
 from .._io.comm.comm import Comm
 from .._io.process import this_process
 from .._io.storage.deletions import discard_prepared, prepared_saves, publish_prepared
@@ -38,12 +42,12 @@ _log = logging.getLogger("treeckpt")
 
 
 class RunView(msgspec.Struct, frozen=True):
-    """What one rank sees of a run."""
+    """What the leader of a disk sees of a run."""
 
-    disk: str
-    """A digest of the directories there, which ranks on one disk have in common, and those of two disks do not."""
     host: str
     infos: list[CheckpointInfo]
+    uncommitted: dict[str, tuple[int, ...]]
+    """Ranks of which there are shards that no index here names, by directory and save id, as "step_00000100/<id>"."""
 
 
 class RunDisks(msgspec.Struct, frozen=True, dict=True):
@@ -77,9 +81,13 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
         infos = (info for view in self.views.values() for info in view.infos)
         return any((i.name, i.save_id) == (name, save_id) and i.status in ("complete", "corrupt") for i in infos)
 
-    def has_asked(self, hosts: Collection[str]) -> bool:
-        """Whether the disks of all these hosts are among those of the run, each name as often as it is given."""
-        return not Counter(hosts) - Counter(view.host for view in self.views.values())
+    def has_asked(self, name: str, index: Index) -> bool:
+        """Whether all disks of a save that was not committed here are among those of the run: each has its shards.
+
+        Names of hosts do not say it: a host that was replaced, with another disk, may have the name of the one before.
+        """
+        found = {rank for view in self.views.values() for rank in view.uncommitted.get(f"{name}/{index.save_id}", ())}
+        return all(disk.leader in found for disk in index.disks)
 
     def merged(self, reports: Mapping[int, CleanReport]) -> CleanReport:
         """Returns the report of the first disk, with what others left, could not remove or completed."""
@@ -106,17 +114,31 @@ def _has(view: RunView, name: str, complete: bool) -> bool:
     return any(info.name == name and (not complete or info.status == "complete") for info in view.infos)
 
 
-def _view(run: RunDirectory) -> RunView:
-    path, found = run.store.traits.local_path, list[tuple[str, int, int]]()
+def _step_paths(run: RunDirectory) -> list[Path]:
+    path = run.store.traits.local_path
     assert path is not None, "a run elsewhere is on one disk"
-    for name in sorted(filter(is_step_name, run.store.names())):
-        try:
-            state = (path / name).stat()
-        except OSError:  # it is being deleted
-            continue
-        # two disks that were filled alike may number their files alike
-        found.append((name, state.st_ino, state.st_mtime_ns))
-    return RunView(xxhash.xxh3_64_hexdigest(repr(found).encode()), this_process().host, seen_here(run))
+    return [path / name for name in sorted(filter(is_step_name, run.store.names()))]
+
+
+def _disk_digest(run: RunDirectory) -> bytes:
+    """Returns what ranks on one disk have in common, and those of two disks do not."""
+    found: list[tuple[str, int, int]] = []
+    for path in _step_paths(run):
+        with contextlib.suppress(OSError):  # it is being deleted
+            state = path.stat()
+            # two disks that were filled alike may number their files alike
+            found.append((path.name, state.st_ino, state.st_mtime_ns))
+    return xxhash.xxh3_128_digest(repr(found).encode())
+
+
+def _view(run: RunDirectory) -> RunView:
+    infos, uncommitted = seen_here(run), dict[str, list[int]]()
+    committed = {(info.name, info.save_id) for info in infos if info.status in ("complete", "corrupt")}
+    for path in _step_paths(run):
+        for shard in filter(None, map(parse_shard_name, run.store.folder(path.name).sizes())):
+            if (path.name, shard[0]) not in committed:
+                uncommitted.setdefault(f"{path.name}/{shard[0]}", []).append(shard[1])
+    return RunView(this_process().host, infos, {key: tuple(ranks) for key, ranks in uncommitted.items()})
 
 
 def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
@@ -128,17 +150,22 @@ def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
     if comm.size == 1 or run.store.traits.local_path is None:
         return None
 
-    def leaders(views: dict[int, bytes]) -> Conclusion[dict[int, RunView]]:
-        first = dict[str, int]()
-        decoded = decode_each(views, RunView)
-        for rank in sorted(decoded):
-            first.setdefault(decoded[rank].disk, rank)
-        kept = {rank: decoded[rank] for rank in first.values()} if len(first) > 1 else {}
-        return Conclusion(kept)
+    def choose_leaders(digests: dict[int, bytes]) -> Conclusion[tuple[int, ...]]:
+        first = dict[bytes, int]()
+        for rank in sorted(digests):
+            first.setdefault(digests[rank], rank)
+        return Conclusion(tuple(first.values()), last=len(first) == 1)
+
+    def joined(views: dict[int, bytes]) -> Conclusion[dict[int, RunView]]:
+        return Conclusion({rank: decode_msgpack(view, RunView) for rank, view in views.items() if view})
 
     with Exchange(comm, f"{run.url} {call}: disks", call=call) as exchange:
-        views = exchange.step(lambda: msgspec.msgpack.encode(_view(run)), leaders, dict[int, RunView])
-    return RunDisks(comm.rank, views) if views else None
+        leaders = exchange.step(lambda: _disk_digest(run), choose_leaders, tuple[int, ...])
+        if len(leaders) == 1:
+            return None
+        mine = comm.rank in leaders
+        views = exchange.step(lambda: msgspec.msgpack.encode(_view(run)) if mine else b"", joined, dict[int, RunView])
+    return RunDisks(comm.rank, views)
 
 
 def on_each_disk(
@@ -177,7 +204,7 @@ def complete_saves(run: RunDirectory, disks: RunDisks, busy: Collection[str] = (
                         done.append(f"{folder.place}: completed, as another disk has the index of save {save_id}")
                     continue
                 prepared = decode_index(folder.read(prepared_name(save_id), limit=MAX_INDEX), folder.url)
-                if disks.has_asked([disk.host for disk in prepared.disks]):
+                if disks.has_asked(name, prepared):
                     if discard_prepared(folder, names, (save_id,)):
                         folder.remove_directory()
                         done.append(
