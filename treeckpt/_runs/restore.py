@@ -27,14 +27,13 @@ import msgspec
 
 from .. import _api
 from .._arrays.stateful import LoadsSavedState, StatePlan, is_optimizer, object_states, plan_state
-from .._core.format.decoding import decode_msgpack
 from .._core.format.records import Index
 from .._core.text import count_text
 from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
-from .._io.comm.collective import Conclusion, Exchange, gather_errors, interrupts_told, raise_faults
+from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, raise_faults
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
@@ -47,7 +46,7 @@ from ..errors import CheckpointNotFound, MismatchError, StoreError, TreeckptErro
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
-from .disk_cleanup import complete_saves, look_at_disks, on_each_disk
+from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk
 from .disks import joined_infos, seen_here
 from .progress_bar import reading_bar
 from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
@@ -91,36 +90,49 @@ class Restored(msgspec.Struct, frozen=True):
 
 
 def from_all_disks(
-    comm: Comm, selector: CheckpointSelector, topic: str, answer: Callable[[], T], kind: Any, *, call: str
+    comm: Comm,
+    selector: CheckpointSelector,
+    topic: str,
+    answer: Callable[[], T],
+    kind: Any,
+    *,
+    call: str,
+    on_disks: Callable[[RunDisks], object] = lambda disks: None,
 ) -> T:
     """Returns the result of `answer()` on rank 0, on every rank, as `from_rank0` does, by what all ranks see.
 
     Rank 0 answers by what it sees itself. Only where that may be one disk of several, as a node-local checkpoint or no
-    complete one at all, do the ranks tell it what each of them sees.
+    complete one at all, do the ranks tell it what each disk has.
 
     Args:
         selector: by which rank 0 answers.
+        on_disks: called on every rank where they see several disks, before the answer.
     """
     if comm.size == 1:
         return answer()
 
-    def by_one_disk() -> Conclusion[tuple[bool, T | None]]:
+    def by_one_disk() -> tuple[bool, T | None]:
         try:
             with selector.seeing_one_disk():
-                return Conclusion((True, answer()))
+                return True, answer()
         except OtherDisks:
-            return Conclusion((False, None), last=False)
+            return False, None
 
-    def by_all(views: dict[int, bytes]) -> Conclusion[T]:
-        decoded = [decode_msgpack(view, list[CheckpointInfo]) for _, view in sorted(views.items())]
-        with selector.seeing(joined_infos(decoded)):
-            return Conclusion(answer())
+    is_known, result = from_rank0(comm, topic, by_one_disk, tuple[bool, kind | None], call=call)
+    if is_known:
+        return result  # pyright: ignore[reportReturnType]
+    disks = look_at_disks(comm, selector.directory, call)
+    if disks is not None:
+        on_disks(disks)
 
-    with Exchange(comm, topic, call=call) as exchange:
-        is_known, result = exchange.step(None, lambda _: by_one_disk(), tuple[bool, kind | None])
-        if is_known:
-            return result  # pyright: ignore[reportReturnType]
-        return exchange.step(lambda: msgspec.msgpack.encode(seen_here(selector.directory)), by_all, kind)
+    def by_all() -> T:
+        infos = disks.joined.values() if disks is not None else joined_infos([seen_here(selector.directory)])
+        if disks is None and not any(info.disks for info in infos):
+            return answer()
+        with selector.seeing(list(infos)):
+            return answer()
+
+    return from_rank0(comm, f"{topic}: all disks", by_all, kind, call=call)
 
 
 RestoreCall = Callable[..., Any]
@@ -166,8 +178,6 @@ class Restorer:
             try:
                 choice = self._agreed_choice(step, tried, unread)
             except TreeckptError as failed:
-                if passed_over and isinstance(failed, CheckpointNotFound):
-                    failed.add_hint(f"First: {passed_over[0]}")
                 if tried and fills:
                     failed.add_hint(_PARTLY_FILLED)
                 raise
@@ -208,12 +218,10 @@ class Restorer:
                     if "CorruptError" in kinds and self._chosen is not None:
                         self._selector.keep_damage(self._chosen, why)
 
-    def _complete_saves(self) -> None:
+    def _complete_saves(self, disks: RunDisks) -> None:
         """Completes saves to the disks of several hosts that had died behind their commit, on every rank."""
-        url = self.directory.url
-        if (disks := look_at_disks(self._comm, self.directory, "restore")) is not None:
-            act = partial(complete_saves, self.directory, disks) if disks.leads else None
-            on_each_disk(self._comm, disks, f"{url} restore: saves completed", url, act, hint=_NOTHING_RESTORED)
+        url, act = self.directory.url, partial(complete_saves, self.directory, disks) if disks.leads else None
+        on_each_disk(self._comm, disks, f"{url} restore: saves completed", url, act, hint=_NOTHING_RESTORED)
 
     def _choose(self, step: int | None, tried: set[int]) -> _RestoreChoice:
         passed_over: list[str] = []
@@ -234,7 +242,15 @@ class Restorer:
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
-            choice = from_all_disks(self._comm, self._selector, topic, choose, _RestoreChoice, call="restore")
+            return from_all_disks(
+                self._comm,
+                self._selector,
+                topic,
+                choose,
+                _RestoreChoice,
+                call="restore",
+                on_disks=self._complete_saves,
+            )
         except CheckpointNotFound:
             if not unread:
                 raise
@@ -244,9 +260,6 @@ class Restorer:
                 found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0][0]}",
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
-        if choice.apart and not tried:
-            self._complete_saves()
-        return choice
 
     def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
         if choice.step is None or (self._comm.rank and not choice.apart):
