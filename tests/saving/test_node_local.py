@@ -65,6 +65,19 @@ def test_a_shared_directory_that_shows_files_too_late_is_not_taken_for_several(t
     assert [name for name in (each.name for each in path.iterdir()) if not name.startswith("timings.")] == []
 
 
+def test_the_log_names_the_disks_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A shared directory that is not mounted on one host looks the same."""
+
+    def save(comm) -> None:
+        for name in ("one", "two"):
+            report = tc.save(HostStore(disk(tmp_path, host_of(comm.rank)) / name), {"n": tc.PerRank(1)}, comm=comm)
+            assert [decode_runs(each.ranks).tolist() for each in report.disks] == [[0, 1], [2, 3]]
+
+    assert errors_of(on_ranks(WORLD, save)) == [None] * WORLD
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 different directories" in warning and "ranks 0-1;" in warning and "not mounted on all" in warning
+
+
 class FullStore(HostStore):
     """The disk of a host on which no file can be renamed."""
 
