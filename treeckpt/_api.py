@@ -88,8 +88,8 @@ def save(
 
     Args:
         path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
-            `gs://`, `az://`, those of fsspec), or a store, as everywhere. Where ranks see different directories there,
-            as on the private disks of several hosts, each has the shards of its ranks, and the log names them.
+            `gs://`, `az://`, those of fsspec), or a store, as everywhere. Where it leads to a private disk on each host,
+            that gets the shards of its ranks.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
