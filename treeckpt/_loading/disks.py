@@ -220,7 +220,7 @@ class FileService:
                 dist.isend(part, request.rank, self._group, request.ticket * 2 + number)
                 for number, part in enumerate((torch.tensor([failed], dtype=torch.int64), _as_tensor(data)))
             ]
-            for work in works:
+            for work in filter(None, works):
                 work.wait()
 
     def ask(self, source: _Source, checkpoint: int, url: str, offset: int, out: memoryview) -> None:

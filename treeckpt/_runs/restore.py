@@ -166,6 +166,8 @@ class Restorer:
             try:
                 choice = self._agreed_choice(step, tried, unread)
             except TreeckptError as failed:
+                if passed_over and isinstance(failed, CheckpointNotFound):
+                    failed.add_hint(f"First: {passed_over[0]}")
                 if tried and fills:
                     failed.add_hint(_PARTLY_FILLED)
                 raise
