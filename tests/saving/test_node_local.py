@@ -38,6 +38,33 @@ def test_ranks_are_on_one_disk_if_one_has_seen_the_other(seen: list[list[int]], 
     assert [disk.host for disk in disks] == [f"h{ranks[0]}" for ranks in expected]
 
 
+def test_ranks_on_one_disk_send_a_report_each_and_get_one_result(tmp_path: Path) -> None:
+    """To find out whether there are several disks takes messages only where files are missing."""
+    counts = [messages_of_a_save(tmp_path, several=several) for several in (False, True)]
+    # a rank other than 0 also says that it has read the result
+    assert counts == [[1, 2, 2, 2], [4, 5, 5, 5]]
+
+
+def messages_of_a_save(directory: Path, *, several: bool) -> list[int]:
+    """How many messages each rank has sent behind the agreement of a save."""
+    sent: list[tuple[str, int]] = []
+
+    def save(comm) -> str:
+        post = comm.post
+
+        def counted(key: str, data: bytes) -> None:
+            if "heartbeat" not in key:
+                sent.append((key.split("/")[0], comm.rank))
+            post(key, data)
+
+        comm.post = counted
+        path = checkpoint(directory, host_of(comm.rank)) if several else directory / "shared"
+        return tc.save(HostStore(path), small_tree(comm.rank, WORLD), comm=comm).save_id
+
+    save_id = on_ranks(WORLD, save)[0].value
+    return [sent.count((save_id, rank)) for rank in range(WORLD)]
+
+
 class LateStore(LocalStore):
     """A shared directory that shows the shards and records of two ranks of the other host too late."""
 
@@ -63,6 +90,19 @@ def test_a_shared_directory_that_shows_files_too_late_is_not_taken_for_several(t
     for error in errors_of(on_ranks(WORLD, save)):
         assert isinstance(error, tc.TreeckptError) and "shows what other hosts write too late" in str(error)
     assert [name for name in (each.name for each in path.iterdir()) if not name.startswith("timings.")] == []
+
+
+def test_the_log_names_the_disks_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A shared directory that is not mounted on one host looks the same."""
+
+    def save(comm) -> None:
+        for name in ("one", "two"):
+            report = tc.save(HostStore(disk(tmp_path, host_of(comm.rank)) / name), {"n": tc.PerRank(1)}, comm=comm)
+            assert [decode_runs(each.ranks).tolist() for each in report.disks] == [[0, 1], [2, 3]]
+
+    assert errors_of(on_ranks(WORLD, save)) == [None] * WORLD
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "2 different directories" in warning and "ranks 0-1;" in warning and "not mounted on all" in warning
 
 
 class FullStore(HostStore):

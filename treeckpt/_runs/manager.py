@@ -101,7 +101,8 @@ class Manager:
 
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`. Nothing
-            else in it is ever touched.
+            else in it is ever touched. On the private disks of several hosts each has the same steps, with the shards
+            of its ranks; then clean-ups after saves in the background begin with the next save, `wait` or `close`.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).

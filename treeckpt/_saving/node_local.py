@@ -22,6 +22,7 @@ of which another disk has the index, and removes the files of any other (`_runs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -34,6 +35,7 @@ from .._core.format.records import Disk
 from .._core.format.shard_header import parse_shard_name
 from .._core.format.timings import timings_name
 from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
+from .._core.text import ranks_text
 from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
@@ -52,6 +54,14 @@ from .shard_writer import (
     remove_replaced,
     written_names,
 )
+
+_log = logging.getLogger("treeckpt")
+
+
+class _ReportedDisks(msgspec.Struct, frozen=True):
+    """The disks that the log has named, of the saves of a comm."""
+
+    disks: tuple[Disk, ...]
 
 
 class DiskView(msgspec.Struct, array_like=True):
@@ -206,6 +216,7 @@ class _Coordinator:
         writer.error = inline.error
         if self.disks and not ended.faults:
             ended = CommitResult(tuple(self._order(DiskOrder())), True, disks=self.disks)
+            self._log_disks()
             self._side.clear()
         try:
             self._round.broadcast(msgspec.msgpack.encode(DiskOrder(ended)), last=True)
@@ -214,6 +225,19 @@ class _Coordinator:
                 remove_files(agreed.store, written_names(agreed.info, agreed.plan))
             raise
         return ended
+
+    def _log_disks(self) -> None:
+        """Logs on which disks the checkpoint lies, once, and again where they change."""
+        state, reported = self._side.agreed.comm.state, _ReportedDisks(self.disks)
+        if state.get(_ReportedDisks) != reported:
+            state.put(reported)
+            _log.warning(
+                "%s: the ranks see %d different directories there, and each has the shards of its ranks alone: %s. If "
+                "one that all hosts share was meant, it is not mounted on all of them",
+                self._side.agreed.store.url,
+                len(self.disks),
+                "; ".join(f"host {disk.host}, {ranks_text(disk.ranks)}" for disk in self.disks),
+            )
 
     def prepare(self, index: bytes, timings: bytes) -> Sequence[Fault]:
         """Has the other disks prepared; returns the faults of those that are not ready."""
