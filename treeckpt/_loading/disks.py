@@ -146,7 +146,7 @@ class FileService:
     """
 
     def __init__(self, ranks: SharedRead, timeout: float, checkpoints: Sequence[Checkpoint]) -> None:
-        self._group, self._rank, self._size = ranks.service_group(NO_TIMEOUT), ranks.rank, ranks.size
+        self._ranks, self._group, self._rank, self._size = ranks, ranks.services(NO_TIMEOUT), ranks.rank, ranks.size
         self._timeout, self._checkpoints = datetime.timedelta(seconds=timeout), checkpoints
         self._tickets = itertools.count(1)
         self._lock = threading.RLock()
@@ -164,15 +164,13 @@ class FileService:
             )
         try:
             yield
-        except Exception:
-            self._end_next()
-            thread.join()
-            raise
-        except BaseException:  # an interrupt waits for no other rank
+        except BaseException:
+            # all ranks fail: none waits for another one, which may have ended, and the next load takes another group
+            self._ranks.drop_services()
             self._end_next()
             raise
         self._end_next()
-        thread.join()
+        thread.join(self._timeout.total_seconds())
 
     def _end_next(self) -> None:
         """Ends the service of the next rank, as no rank can send a message to itself."""
@@ -271,15 +269,15 @@ def _as_tensor(data: memoryview) -> Any:
     return torch.frombuffer(memory_at(address_of(data), len(data)), dtype=torch.uint8)
 
 
-def _seen_here(checkpoint: Checkpoint) -> _Seen | None:
-    """Returns the version that this rank sees; None without one that can be read, and for files of another program."""
+def _seen_here(checkpoint: Checkpoint) -> _Seen | Exception | None:
+    """Returns the version that this rank sees, or the error without one; None for files of another program."""
     if type(checkpoint) is not Checkpoint:
         return None
     try:
         index = checkpoint.index
         lacking = bool(index.disks) and len(_whole_here(checkpoint, index)) < len(index.file_list)
-    except (TreeckptError, OSError):
-        return None
+    except (TreeckptError, OSError) as error:
+        return error
     return _Seen(index.created_ns, xxhash.xxh3_64_intdigest(checkpoint.index_bytes), lacking)
 
 
@@ -293,6 +291,33 @@ def _is_apart(seen: Sequence[_Seen | None]) -> bool:
     """Whether ranks differ in what they see of one checkpoint, or some of its files are elsewhere."""
     there = [one for one in seen if one is not None]
     return bool(there) and (len({one and one.digest for one in seen}) > 1 or any(one.lacking for one in there))
+
+
+class LoadingRanks(msgspec.Struct, frozen=True):
+    """The ranks that make one load together, and give each other files of their disks."""
+
+    comm: Comm
+    apart: bool = False
+    """Whether they know that files lie on several disks; without it each goes by the index that it sees."""
+
+
+def on_all_disks(
+    checkpoints: Sequence[Checkpoint], ranks: LoadingRanks
+) -> AbstractContextManager[Sequence[Checkpoint]]:
+    """Returns `joined_disks`; the same checkpoints without other ranks, or where no file can be on another disk.
+
+    A rank that sees no index cannot tell. It is told by the others: they are at the same point if theirs names disks.
+    """
+    directories = [each for each in checkpoints if each.store.traits.has_directory and not each.store.traits.in_process]
+    if ranks.comm.size == 1 or not directories:
+        return contextlib.nullcontext(checkpoints)
+    if not ranks.apart:
+        seen = [_seen_here(each) for each in directories]
+        if not any(isinstance(one, Exception) for one in seen) and not any(
+            each.index.disks for each in directories if type(each) is Checkpoint
+        ):
+            return contextlib.nullcontext(checkpoints)
+    return joined_disks(checkpoints, ranks.comm)
 
 
 @contextlib.contextmanager
@@ -310,7 +335,10 @@ def joined_disks(checkpoints: Sequence[Checkpoint], comm: Comm) -> Iterator[Sequ
         RankError: a rank failed, in the body too.
     """
     ranks = open_shared_read(comm, checkpoints)
-    seen = ranks.settle(None, [_seen_here(one) for one in checkpoints], step="looking for files")
+    mine = [_seen_here(one) for one in checkpoints]
+    fault = next((one for one in mine if isinstance(one, Exception)), None)
+    message = [one if isinstance(one, _Seen) else None for one in mine]
+    seen = ranks.settle(fault, message, step="looking for files", excused=True)
     apart = [n for n in range(len(checkpoints)) if _is_apart([seen[rank][n] for rank in range(comm.size)])]
     if not apart:
         yield checkpoints

@@ -96,11 +96,14 @@ class SharedRead:
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
         return sorted(parts.items(), key=lambda part: (len(part[0]) == 1, part[0]))
 
-    def settle(self, fault: Exception | None, message: Any = None, *, step: str = "") -> dict[int, Any]:
+    def settle(
+        self, fault: Exception | None, message: Any = None, *, step: str = "", excused: bool = False
+    ) -> dict[int, Any]:
         """Waits until all ranks have come to this point; returns the message of each.
 
         Args:
             step: the name of the point, where ranks may be at another one.
+            excused: faults count only where ranks are at another point.
 
         Raises:
             Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
@@ -123,6 +126,8 @@ class SharedRead:
             dist.all_gather_object(received, (message, text, replaced, step), group=self.group)
         except RuntimeError as error:
             raise self._tell(fault or unreachable(error)) from error
+        if excused and all(there == step for *_, there in received):
+            return {rank: message for rank, (message, *_) in enumerate(received)}
         if any(replaced for _, _, replaced, _ in received):
             found = "another save in its place"
             raise self._tell(Replaced("ranks", expected="one version of the checkpoint", found=found)) from fault
@@ -187,13 +192,17 @@ class SharedRead:
         shared = self.share(0, lambda: (checkpoint.index_bytes, checkpoint.sizes))
         checkpoint.index_bytes, checkpoint.sizes = shared
 
-    def service_group(self, timeout: datetime.timedelta) -> Any:
+    def services(self, timeout: datetime.timedelta) -> Any:
         """Returns a group of the same ranks for requests, which is made by the first call, on all ranks."""
         import torch.distributed as dist
 
         if self._services is None:
             self._services = dist.new_group(backend="gloo", timeout=timeout)
         return self._services
+
+    def drop_services(self) -> None:
+        """Has the next call of `services` make another group, on all ranks."""
+        self._services = None
 
     def owned(self, reads: Sequence[Read], members: Sequence[int]) -> list[Read]:
         """Returns the reads that this rank carries out for all members."""

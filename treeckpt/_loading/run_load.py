@@ -28,7 +28,7 @@ from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
-from .disks import joined_disks
+from .disks import LoadingRanks, on_all_disks
 from .load import load_into_tree, load_tree
 from .match import LoadOptions
 from .overlay import Bank, as_bank, fill_from_bank, load_bank
@@ -79,7 +79,7 @@ def on_one_version(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
-    across: Comm | None = None,
+    across: LoadingRanks | None = None,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -98,7 +98,7 @@ def on_versions(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
-    across: Comm | None = None,
+    across: LoadingRanks | None = None,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
@@ -110,7 +110,7 @@ def on_versions(
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
         known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
             version was replaced, and from a far store not read again.
-        across: the ranks that make this call together, and give each other files of their disks; see `joined_disks`.
+        across: the ranks that make this call, if they give each other files of their disks; see `joined_disks`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -131,7 +131,7 @@ def on_versions(
             try:
                 _take_known(checkpoints[0], known)
                 known = None  # another try is there because this version was replaced
-                with _on_all_disks(checkpoints, across) as found:
+                with _joined(checkpoints, across) as found:
                     result = act(found[0] if bank is None else bank.opened(found))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
                     return result
@@ -153,14 +153,11 @@ def on_versions(
     )
 
 
-def _on_all_disks(
-    checkpoints: Sequence[Checkpoint], across: Comm | None
+def _joined(
+    checkpoints: Sequence[Checkpoint], across: LoadingRanks | None
 ) -> contextlib.AbstractContextManager[Sequence[Checkpoint]]:
-    """Returns `joined_disks`; without other ranks, and for stores that have no directory, the same checkpoints."""
-    traits = [each.store.traits for each in checkpoints] if across is not None and across.size > 1 else []
-    if across is None or not any(each.has_directory and not each.in_process for each in traits):
-        return contextlib.nullcontext(checkpoints)
-    return joined_disks(checkpoints, across)
+    """Returns what `on_all_disks` does; the same checkpoints where this rank reads for itself."""
+    return contextlib.nullcontext(checkpoints) if across is None else on_all_disks(checkpoints, across)
 
 
 def _take_known(checkpoint: Checkpoint, known: KnownIndex | None) -> None:
@@ -223,7 +220,7 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
         load_version,
         together=once,
         is_suspect=lambda result: result[1].damaged,
-        across=comm if once else None,
+        across=LoadingRanks(comm) if once else None,
     )
 
 
@@ -271,7 +268,7 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> Loa
         lambda source: fill_tree(source, tree, comm, options),
         together=once,
         is_suspect=lambda report: report.damaged,
-        across=comm if once else None,
+        across=LoadingRanks(comm) if once else None,
     )
 
 

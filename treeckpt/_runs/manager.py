@@ -435,7 +435,8 @@ class Manager:
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
             options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; by default it reads once from an
-                object store, where the ranks are all those of torch.distributed; `namespace` is that of the manager.
+                object store or the disks of several hosts, where the ranks are all those of torch.distributed;
+                `namespace` is that of the manager.
 
         Returns:
             The tree, or the `LoadReport` with `into`.
@@ -472,7 +473,8 @@ class Manager:
         """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
 
         All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
-        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
+        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it. So
+        is one that lies on the disks of several hosts and is no longer whole, with the host that is missing.
         `count` and the lineage of the next save continue from the step.
 
         Args:

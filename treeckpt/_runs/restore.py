@@ -37,6 +37,7 @@ from .._io.comm.collective import from_rank0, gather_errors, interrupts_told, ra
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.kept_files import hold_lease
+from .._loading.disks import LoadingRanks
 from .._loading.execute_shared import reads_once
 from .._loading.match import LoadOptions
 from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
@@ -302,7 +303,7 @@ class Restorer:
                 return call(checkpoint, comm=self._load_comm, options={**options, "read": read})
 
         once = bool(read.once)
-        across = self._load_comm if once and choice.apart else None
+        across = LoadingRanks(self._load_comm, apart=True) if once and choice.apart else None
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
                 return on_one_version(source, load_version, together=once, known=known, across=across), None

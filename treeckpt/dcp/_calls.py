@@ -38,6 +38,7 @@ from .._io.comm.collective import Fault, all_gather, gather_errors
 from .._io.comm.comm import Comm, as_comm, members_of, world_size
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import open_store
+from .._loading.disks import LoadingRanks
 from .._loading.run_load import on_one_version, opened
 from .._saving.options import BackgroundOptions
 from .._saving.session import Pending
@@ -428,7 +429,8 @@ def load(
 
     Tensors are filled in place, in any layout; values are replaced; stateful objects at the top are given their states.
     Tensors on the meta device are replaced by new ones. Entries of the checkpoint that are not asked for are ignored. A
-    directory that DCP has written is loaded through DCP.
+    directory that DCP has written is loaded through DCP. Ranks give each other what lies on the private disk of one
+    host alone, if they are all ranks of torch.distributed.
 
     >>> state = {"model": model.state_dict(), "step": 0}
     >>> tc.dcp.load(state, checkpoint_id="run/step_00000100", no_dist=True)
@@ -462,7 +464,7 @@ def load(
         _fill(checkpoint, states, comm, partial=partial, allow_pickle=storage.allow_pickle)
 
     with ended_together("load", f"{storage.url} load", comm):
-        across = comm if _is_apart(storage.path, comm) else None
+        across = LoadingRanks(comm, apart=True) if _is_apart(storage.path, comm) else None
         states |= states_of(state_dict)
         on_one_version(storage.path, fill, together=across is not None, across=across)
     # in one order on all ranks, as a `load_state_dict` may communicate
