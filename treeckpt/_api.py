@@ -90,7 +90,7 @@ def save(
 
     Args:
         path: a directory, created if needed; its name is the checkpoint's. Or a URL (`s3://bucket/run/step_00000100`,
-            `gs://`, `az://`, those of fsspec), or a store, as everywhere.
+            `gs://`, `az://`, those of fsspec), or a store, as everywhere. Private disks get the shards of their ranks.
         tree: containers of any depth with arrays and Python values as leaves. Plain arrays and values on several
             ranks are replicas: written once, and compared if small. Mark what each rank has of its own with
             `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from ._core.format.byte_map import DamagedLeaf
+from ._core.format.records import Disk
 from ._core.format.timings import Span
 from ._core.html import el, facts, joined, table
 from ._core.public_names import publish
@@ -38,6 +39,7 @@ class SaveReport(msgspec.Struct, frozen=True):
         spans: of this rank: each phase with its time and bytes.
         blocked_seconds: time until the call of a background save returned; None for a save in the foreground.
         staged_nbytes: bytes that were copied before the call of a background save returned.
+        disks: where ranks saw different directories at the path: the disks, each with its host and ranks.
     """
 
     path: str
@@ -50,6 +52,7 @@ class SaveReport(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...] = ()
     blocked_seconds: float | None = None
     staged_nbytes: int = 0
+    disks: tuple[Disk, ...] = ()
 
     def __str__(self) -> str:
         blocked = f", {seconds_text(self.blocked_seconds)} of it blocking" if self.blocked_seconds is not None else ""
@@ -232,6 +235,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         unread: parts that could not be read, for want of descriptors or permission, or because a disk failed. Nothing
             is known of them: they are no damage, and another verification may read them.
         notes: what to do about parts that could not be read, and what could not be done beside the comparison.
+        elsewhere: the disks of other hosts that a node-local checkpoint has, with what is there. It was not compared,
+            and is no fault of what is here: verify it there.
     """
 
     path: str
@@ -243,10 +248,11 @@ class VerifyReport(msgspec.Struct, frozen=True):
     leftovers: tuple[Leftover, ...] = ()
     unread: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is intact: all of it was compared, and is as it was saved."""
+        """Whether the checkpoint is intact: all of it that is here was compared, and is as it was saved."""
         return self.verdict == "intact"
 
     @property
@@ -259,7 +265,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         """The verdict as text, with how many faults, and how many parts that could not be read."""
         parts = f"{count_text(len(self.unread), 'part')} could not be read" if self.unread else ""
         faults = count_text(len(self.problems), "problem") if self.problems else ""
-        return ", and ".join(text for text in (faults, parts) if text) or "intact"
+        disks = f"; {count_text(len(self.elsewhere), 'disk')} of other hosts not compared" if self.elsewhere else ""
+        return (", and ".join(text for text in (faults, parts) if text) or "intact") + disks
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -271,5 +278,6 @@ class VerifyReport(msgspec.Struct, frozen=True):
         rows += [f"  repaired {repair}" for repair in self.repairs]
         rows += [f"  {problem.file}: {problem.text}" for problem in (*self.problems, *self.unread)]
         rows += [f"  {note}" for note in self.notes]
+        rows += [f"  not here: {disk}" for disk in self.elsewhere]
         rows += [f"  {one.file}: {bytes_text(one.nbytes)} {one.why}" for one in self.leftovers]
         return "\n".join(map(visible, rows))

@@ -4,7 +4,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treeckpt._core.format.files import PIN_NAME, deleted_name, lease_name, parse_file_name, step_name, verdict_name
+from treeckpt._core.format.files import (
+    PIN_NAME,
+    deleted_name,
+    lease_name,
+    parse_file_name,
+    prepared_name,
+    step_name,
+    verdict_name,
+)
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.deletion import (
@@ -14,6 +22,7 @@ from treeckpt._inspect.deletion import (
     RetainedDirectory,
     StepDirectory,
     plan_cleanup,
+    plan_deletion,
 )
 from treeckpt.policy import (
     All,
@@ -306,6 +315,29 @@ def test_a_save_of_which_another_rank_lives_stays():
 def test_the_death_of_another_rank_than_the_coordinator_proves_nothing():
     assert not clean(complete(2, *files_of(B, NEW), recorded(B, False, rank=1))).removed
     assert not clean(complete(2, *files_of(B, NEW), recorded(B, None))).removed
+
+
+def test_what_another_disk_may_have_committed_stays_and_is_named():
+    """However old it is, and whoever has died: one disk alone does not know."""
+    half = [*files_of(B, OLD), fact(prepared_name(B), OLD), recorded(B, False, OLD), recorded(B, False, OLD, rank=1)]
+    for status in (partial(3, *half), complete(3, *half, age=NEW), complete(2, *half), partial(3, half[-3])):
+        cleaning = clean(status, complete(4))
+        assert not [removal for removal in cleaning.removed if prepared_name(B) in removal.files]
+        [left] = cleaning.left
+        assert f"another host may have the index of save {B}" in left.why and "force" in left.why
+    [removal] = clean(complete(2, fact(prepared_name(A), OLD)), complete(4)).removed
+    assert prepared_name(A) in removal.files, "it is that of the checkpoint itself"
+    assert clean(complete(4, fact(prepared_name(A), OLD))).removed[0].files == (prepared_name(A),)
+
+
+def test_a_forced_deletion_takes_what_another_disk_may_have_committed():
+    half = [*files_of(B, OLD), fact(prepared_name(B), OLD)]
+    assert isinstance(plan_deletion(partial(3, *half), TIMES), RetainedDirectory)
+    removal = plan_deletion(partial(3, *half), TIMES, force=True)
+    assert isinstance(removal, Removal) and removal.files[-1] == prepared_name(B)
+    assert isinstance(plan_deletion(complete(3, *half), TIMES), RetainedDirectory)
+    removal = plan_deletion(complete(3, *half), TIMES, force=True)
+    assert isinstance(removal, Removal) and prepared_name(B) in removal.files
 
 
 def test_timings_alone_keep_nothing_and_stay_for_the_grace_period():

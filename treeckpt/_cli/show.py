@@ -36,6 +36,7 @@ from .._core.text import (
     json_number,
     layout_text,
     number_text,
+    ranks_text,
     region_text,
     shape_text,
     time_text,
@@ -152,6 +153,7 @@ def index_summary(index: Index) -> dict[str, Any]:
         "files": len(index.file_list),
         "sidecars": index.sidecars,
         "metadata": index.metadata,
+        **({"disks": [{"host": disk.host, "ranks": disk.ranks} for disk in index.disks]} if index.disks else {}),
     }
 
 
@@ -163,6 +165,7 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
         ("size", f"{bytes_text(index.nbytes)} in {count_text(len(index.file_list), index.file_kind)}"),
+        *((f"disk of host {disk.host}", ranks_text(disk.ranks)) for disk in index.disks),
         *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
         *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),
     ]

@@ -68,7 +68,7 @@ def _verify(options: argparse.Namespace) -> int:
     info = None if shown is False else catalog.read_info(path, follow=True, or_unread=True)
     with stores_bar("verifying", info.nbytes if info else None, shown=shown) as counted:
         report = _verified(path, options, counted)
-    rows = _statistics(path) if options.statistics and report.ok else None
+    rows = _statistics(path) if options.statistics and report.ok and not report.elsewhere else None
     if options.json:
         print_json(_row_of(report) | ({} if rows is None else {"statistics": _json_of(rows)}))
         return _exit_code([report])
@@ -81,6 +81,8 @@ def _verify(options: argparse.Namespace) -> int:
         print_line(f"  {problem.file}: {problem.text}", "yellow")
     for note in report.notes:
         print_line(f"  {note}", "yellow")
+    for disk in report.elsewhere[:SHOWN_LINES]:
+        print_line(f"  not here: {disk}")
     for one in report.leftovers[:SHOWN_LINES]:
         print_line(f"  {one.file}: {bytes_text(one.nbytes)} {one.why}", "yellow")
     if report.leftovers:

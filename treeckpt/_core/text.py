@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ..errors import TreeckptError
 from ..errors import visible as visible
-from .sharding.int_runs import length_of
+from .sharding.int_runs import Runs, decode_runs, length_of
 from .sharding.placements import Layout, MeshLayout, Placement, Replicate, Shard
 from .sharding.region import Region
 from .tree.value_codec import TypedValue, Value, decode_value
@@ -51,6 +51,15 @@ def number_text(number: float, digits: int = 5) -> str:
 def count_text(count: int, one: str, several: str = "") -> str:
     """Formats a number of things: `1 shard`, `2 shards`; `several` is the plural if that is not `one` with an s."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def ranks_text(ranks: Runs) -> str:
+    """Formats ranks that rise: `rank 3`, `ranks 4-7`, `ranks 0, 2, 5 and 3 more`."""
+    numbers: list[int] = decode_runs(ranks).tolist()
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"ranks {numbers[0]}-{numbers[-1]}"
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def rate_text(nbytes: float, seconds: float = 1.0) -> str:

@@ -15,8 +15,9 @@ record a failure stay for the grace period, or until a later save is committed. 
 and renews its lease.
 
 Never deleted: directories that no manager names, files that treeckpt did not write, those that could not be read,
-and pinned ones; unless forced, corrupt checkpoints and those in which a verification found damage (a person may still
-want to rescue what is in them). A file with a time in the future counts as new.
+and pinned ones; unless forced, files of a node-local save whose commit another disk decides, corrupt checkpoints and
+those in which a verification found damage (a person may still want to rescue what is in them). A file with a time in
+the future counts as new.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
 _NO_SAVE = "0" * 16
 """The save id in the mark of an index that no save can be told of."""
+_APART = "it lies on the disks of several hosts: a clean-up by all ranks deletes it, a deletion only what is here"
 _LOCKS = frozenset({"deleting", "repairing"})
-_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3}
+_PROOFS = {"temporary": -1, "progress": 1, "timings": 2, "deleted": 3, "prepared": 4}
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -71,6 +73,21 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     problem: str = ""
     path: str = ""
     """The path or URL of the directory; empty where none is to be named."""
+    whole: bool = True
+    """Whether its checkpoint is complete over all disks of the run, where it lies on several."""
+    elsewhere: str = ""
+    """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
+
+
+class JoinedRun(msgspec.Struct, frozen=True):
+    """What all disks of a run have together, which lies on the private disks of several hosts."""
+
+    whole: frozenset[tuple[str, str]]
+    """The checkpoints that are complete over all disks, as (name of the directory, save id)."""
+    pinned: frozenset[str]
+    """Names of directories that are pinned on one disk at least."""
+    damaged: frozenset[str]
+    """Names of directories in which a verification found damage on one disk at least."""
 
 
 class CleanupTimes(msgspec.Struct, frozen=True):
@@ -121,6 +138,8 @@ class CleanReport(msgspec.Struct, frozen=True):
         warnings: problems of the policies: a metric that no checkpoint has.
         dry_run: whether nothing was removed: then `removed` lists what would be.
         abandoned: kept steps that are on abandoned branches: the newest checkpoint does not descend from them.
+        completed: what was done about saves to the disks of several hosts that had died before all of these knew of
+            their commit: each directory, and whether its save is complete now or was never committed.
         foreign: files in steps' directories that treeckpt did not write, by the name of the directory; they stay.
     """
 
@@ -132,6 +151,7 @@ class CleanReport(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     dry_run: bool = False
     abandoned: tuple[int | str, ...] = ()
+    completed: tuple[str, ...] = ()
     foreign: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -150,6 +170,7 @@ class CleanReport(msgspec.Struct, frozen=True):
         rows += [f"  kept      {id_text(step)}: {self.why(step)}" for step in self.kept]
         rows += [f"  {word:<8}  {r.name}, {r.what}: {r.reason}" for r in self.removed]
         rows += [f"  left      {directory.name}: {directory.why}" for directory in self.left]
+        rows += [f"  ended     {text}" for text in self.completed]
         rows += [f"  failed    {directory.name}: {directory.why}" for directory in self.failed]
         rows += [f"  foreign   {name}: {', '.join(files)}" for name, files in self.foreign.items()]
         return "\n".join(map(visible, rows + [f"  {warning}" for warning in self.warnings]))
@@ -172,7 +193,10 @@ def plan_cleanup(
     """
     seen = [_DirectoryState(folder, times) for folder in sorted(folders, key=lambda f: id_order(f.step))]
     infos = [state.folder for state in seen if state.folder.status == "complete"]
-    stays = kept(infos, policies)
+    whole = [info for info in infos if info.whole]
+    stays = kept(whole, policies)
+    if len(whole) < len(infos):  # of a lost disk what is left stays as long as it would if it were whole
+        stays |= {step: why for step, why in kept(infos, policies).items() if step not in {i.step for i in whole}}
     removals: list[Removal] = []
     left: list[RetainedDirectory] = []
     for state in seen:
@@ -180,6 +204,8 @@ def plan_cleanup(
             decision: Removal | RetainedDirectory | None = RetainedDirectory(state.folder.name, "it is being saved")
         elif state.folder.status == "complete" and state.folder.step not in stays:
             decision = state.unwanted()
+            if state.folder.elsewhere and isinstance(decision, Removal):
+                decision = RetainedDirectory(state.folder.name, f"no policy keeps it, but {_APART}")
         else:
             decision = state.leftovers()
         if isinstance(decision, Removal):
@@ -251,7 +277,9 @@ def leftovers_of(folder: StepDirectory, times: CleanupTimes) -> dict[str, str]:
     for file, owned in seen.ours:
         if why := seen.dead.get(owned.save_id):
             why = f"left over by a save that {why}"
-        if file.name in stale:
+        if owned.save_id in seen.prepared:
+            reasons[file.name] = "of a save that the disk of another host may have committed"
+        elif file.name in stale:
             reasons[file.name] = why or "left over"
         elif owned.kind in ("shard", "sidecar", "timings", "progress", "temporary") and owned.save_id not in {
             *alive,
@@ -276,6 +304,9 @@ class _DirectoryState:
         locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
         self.taking, self.repairing = "deleting" in locks, "repairing" in locks
         """Whether a process is about to take the index away, and may put it back, or to replace it."""
+        prepared = {owned.save_id for _, owned in self.ours if owned.kind == "prepared"}
+        self.prepared = prepared - self.deleted - {self.folder.save_id}
+        """Saves of which another disk may have an index: then they are committed."""
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
         groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
@@ -287,9 +318,10 @@ class _DirectoryState:
         """Those saves of `fresh` that have more than timings."""
         for save_id, files in groups.items():
             alive = any(file.alive for file, owned in files if owned.kind == "progress")
-            if alive or (save_id not in self.dead and any(self._is_young(file) for file, _ in files)):
+            young = save_id not in self.dead and any(self._is_young(file) for file, _ in files)
+            if alive or young or save_id in self.prepared:
                 self.fresh.add(save_id)
-                if any(owned.kind in ("shard", "sidecar", "progress", "temporary") for _, owned in files):
+                if any(owned.kind in ("shard", "sidecar", "progress", "prepared", "temporary") for _, owned in files):
                     self.writing.add(save_id)
         leases = (file for file, owned in self.ours if owned.kind == "lease" and file.alive is not False)
         self.readers = [file for file in leases if times.now_ns - file.modified_ns < times.lease_ns]
@@ -301,7 +333,7 @@ class _DirectoryState:
         """Returns how a dead save ended; empty where the save is alive, or may be."""
         named = ((parse_progress_name(final_name(file.name)), file) for file, _ in files)
         records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
-        if any(alive for _, alive in records):
+        if any(alive for _, alive in records) or save_id in self.prepared:
             return ""
         if any(rank == 0 and alive is False for rank, alive in records):
             return "was killed"
@@ -338,7 +370,7 @@ class _DirectoryState:
                 gone = not self.readers and not self.taking
             elif owned.kind == "timings" and self.dead.get(owned.save_id) == "failed":
                 gone = self._is_replaced([file]) or not self._is_young(file)
-            elif owned.kind == "progress" and committed:
+            elif owned.kind in ("progress", "prepared") and committed:
                 gone = True
             else:
                 gone = owned.save_id not in self.fresh
@@ -353,7 +385,17 @@ class _DirectoryState:
             return RetainedDirectory(self.folder.name, f"{what}: {self.folder.problem}")
         if self.folder.status == "partial":
             return self._without_index()
-        return self._leftovers(self.stale(), directory=False)
+        removal = self._leftovers(self.stale(), directory=False)
+        return RetainedDirectory(self.folder.name, self._prepared_text) if not removal and self.prepared else removal
+
+    @property
+    def _prepared_text(self) -> str:
+        """Why files of node-local saves stay."""
+        saves = ", ".join(sorted(str(save_id) for save_id in self.prepared))
+        return (
+            f"the disk of another host may have the index of save {saves}: a save, resume or clean-up by all ranks"
+            " finds out, and a deletion with force deletes it here"
+        )
 
     def _without_index(self) -> Removal | RetainedDirectory | None:
         """Decides about a directory that holds no checkpoint."""
@@ -375,6 +417,8 @@ class _DirectoryState:
             return self._leftovers(stale, directory=not rest and (not young or bool(ended)))
         if rest and self.fresh and not self.writing and not self.readers:
             return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
+        if self.prepared:
+            return RetainedDirectory(name, f"no index, but {self._prepared_text}")
         if rest and self.taking and self.deleted:
             return RetainedDirectory(name, "it is being deleted")
         if rest:
@@ -411,6 +455,8 @@ class _DirectoryState:
         if force:  # a save that is under way has a record
             records = [owned for file, owned in self.ours if owned.kind == "progress" and file.alive is not False]
             writing &= {owned.save_id for owned in records}
+        if writing & self.prepared and not force:
+            return RetainedDirectory(folder.name, f"no policy keeps it, but {self._prepared_text}")
         if writing:
             return RetainedDirectory(folder.name, "no policy keeps it, but another save may be writing there")
         if self.repairing:

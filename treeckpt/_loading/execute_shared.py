@@ -15,11 +15,11 @@ import collections
 import contextlib
 import datetime
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -33,6 +33,7 @@ from ..errors import CheckpointError, CheckpointNotFound, RankError
 from .execute_local import Buffers, ReadRun, put_all
 from .plan import BoxDestination, ContiguousMemory, Read, address_of, memory_at, plan_reads
 
+T = TypeVar("T")
 MOST_RANKS = 1024
 """Ranks above which a load reads once only where its caller asks for it: each rank hears what every other one wants."""
 
@@ -44,7 +45,8 @@ class SharedRead:
     """The ranks of a world that share their reads, seen from one of them."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.group, self.rank, self._size = group, rank, size
+        self.group, self.rank, self.size = group, rank, size
+        self._services: Any = None
         self._told = 0
         """The id of the error that is on its way out of `settle`; its own reference would keep the arrays of frames."""
         self.checkpoints: Sequence[Checkpoint] = ()
@@ -94,11 +96,14 @@ class SharedRead:
         # what is shared comes first: a rank that fails alone then leaves nobody waiting
         return sorted(parts.items(), key=lambda part: (len(part[0]) == 1, part[0]))
 
-    def settle(self, fault: Exception | None, message: Any = None, *, step: str = "") -> dict[int, Any]:
+    def settle(
+        self, fault: Exception | None, message: Any = None, *, step: str = "", excused: bool = False
+    ) -> dict[int, Any]:
         """Waits until all ranks have come to this point; returns the message of each.
 
         Args:
             step: the name of the point, where ranks may be at another one.
+            excused: faults count only where ranks are at another point.
 
         Raises:
             Replaced: a rank failed, and what it read was replaced meanwhile; on every rank.
@@ -116,11 +121,13 @@ class SharedRead:
             except CheckpointNotFound as error:
                 fault = error
         text = None if fault is None else f"{type(fault).__name__}: {fault}"[:2000]
-        received: list[Any] = [None] * self._size
+        received: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(received, (message, text, replaced, step), group=self.group)
         except RuntimeError as error:
             raise self._tell(fault or unreachable(error)) from error
+        if excused and all(there == step for *_, there in received):
+            return {rank: message for rank, (message, *_) in enumerate(received)}
         if any(replaced for _, _, replaced, _ in received):
             found = "another save in its place"
             raise self._tell(Replaced("ranks", expected="one version of the checkpoint", found=found)) from fault
@@ -162,8 +169,8 @@ class SharedRead:
             raise
         self.settle(None, step=step)
 
-    def share_index(self, checkpoint: Checkpoint) -> None:
-        """Has rank 0 read the index and list the files, and send them to all other ranks. Every rank has to call.
+    def share(self, source: int, work: Callable[[], T]) -> T:
+        """Returns on every rank what `work` returns on one of them. Every rank has to call.
 
         Raises:
             RankError: a rank failed before.
@@ -172,13 +179,30 @@ class SharedRead:
 
         sent: list[Any] = [None]
         with self.together("index"):
-            if self.rank == 0:
-                sent = [(checkpoint.index_bytes, checkpoint.sizes)]
+            if self.rank == source:
+                sent = [work()]
         try:
-            dist.broadcast_object_list(sent, 0, self.group)
+            dist.broadcast_object_list(sent, source, self.group)
         except RuntimeError as error:
             raise unreachable(error) from error
-        checkpoint.index_bytes, checkpoint.sizes = sent[0]
+        return sent[0]
+
+    def share_index(self, checkpoint: Checkpoint) -> None:
+        """Has rank 0 read the index and list the files, and send them to all other ranks; see `share`."""
+        shared = self.share(0, lambda: (checkpoint.index_bytes, checkpoint.sizes))
+        checkpoint.index_bytes, checkpoint.sizes = shared
+
+    def services(self, timeout: datetime.timedelta) -> Any:
+        """Returns a group of the same ranks for requests, which is made by the first call, on all ranks."""
+        import torch.distributed as dist
+
+        if self._services is None:
+            self._services = dist.new_group(backend="gloo", timeout=timeout)
+        return self._services
+
+    def drop_services(self) -> None:
+        """Has the next call of `services` make another group, on all ranks."""
+        self._services = None
 
     def owned(self, reads: Sequence[Read], members: Sequence[int]) -> list[Read]:
         """Returns the reads that this rank carries out for all members."""
@@ -243,10 +267,14 @@ def open_shared_read(comm: Comm, checkpoints: Sequence[Checkpoint]) -> SharedRea
     return relay
 
 
-def reads_once(comm: Comm, store: Store) -> bool:
-    """Whether a load in which all ranks of a comm take part reads once by default: from an object store, if it can."""
-    able = 1 < comm.size <= MOST_RANKS and members_of(comm) is None and world_size() == comm.size
-    return able and store.traits.far
+def reads_once(comm: Comm, store: Store, *, apart: bool = False) -> bool:
+    """Whether a load in which all ranks of a comm take part reads once by default: from an object store, if it can.
+
+    Args:
+        apart: the files lie on the disks of several hosts, so that some ranks have to read for others.
+    """
+    able = comm.size > 1 and members_of(comm) is None and world_size() == comm.size
+    return able and (apart or (store.traits.far and comm.size <= MOST_RANKS))
 
 
 def _new_group(comm: Comm) -> Any:

@@ -61,8 +61,9 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
         verify: compares checksums of all that is read; "first" compares all of them before the first byte is put into
             an array in place, which reads twice.
         memory: bytes of buffers, at least 1 MiB; None is 64 MiB, 512 MiB from object stores and network file systems.
-        once: what several ranks of a host want is read by one and handed on, and every rank has to call. None has each
-            rank read for itself, but for `Manager.restore` and `resume` from an object store, where the ranks are
+        once: what several ranks of a host want is read by one and handed on, and every rank has to call. What lies on
+            the private disk of another host is read by a rank there. None has each rank read for itself, but for
+            `Manager.restore` and `resume` from an object store, or the disks of several hosts, where the ranks are
             all those of torch.distributed.
         mmap: maps whole arrays, in C order: bytes come when touched, without checksums, from a file that has to stay.
         copy: gives each array memory of its own, where whole ones are views of what a range of a file was read into.

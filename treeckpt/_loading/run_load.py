@@ -31,6 +31,7 @@ from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
 from ..errors import CheckpointError, MismatchError, StoreError, TreeckptError
 from ..reports import LoadReport, VerifyReport
+from .disks import LoadingRanks, on_all_disks
 from .load import SavedTargets, load_into_tree, load_tree
 from .match import LoadOptions
 from .overlay import Bank, as_bank, fill_from_bank, load_bank, loads_of
@@ -81,6 +82,7 @@ def on_one_version(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
+    across: LoadingRanks | None = None,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -89,7 +91,7 @@ def on_one_version(
     """
     if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
-    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known)
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known, across=across)
 
 
 def on_versions(
@@ -99,6 +101,7 @@ def on_versions(
     together: bool = False,
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
+    across: LoadingRanks | None = None,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
@@ -110,6 +113,7 @@ def on_versions(
         is_suspect: whether a result may come from a replaced version, as a report of damage may.
         known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
             version was replaced, and from a far store not read again.
+        across: the ranks that make this call, if they give each other files of their disks; see `joined_disks`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -121,19 +125,17 @@ def on_versions(
     if all(isinstance(each, Checkpoint) for each in given):
         return act(given[0] if bank is None else bank)  # who has opened them does all again if one is replaced
     with contextlib.ExitStack() as stack:
-        stores: list[Store] = []
-        versions: list[Callable[[], Checkpoint]] = []
+        opened: list[tuple[Store, Callable[[], Checkpoint]]] = []
         for each in given:
-            store, version = open_checkpoint(each)
-            stores.append(stack.enter_context(contextlib.closing(store)))
-            versions.append(version)
+            opened.append(open_checkpoint(each))
+            stack.enter_context(contextlib.closing(opened[-1][0]))
         for _ in range(TRIES):
-            checkpoints = [version() for version in versions]
+            checkpoints = [version() for _, version in opened]
             try:
-                if known is not None:
-                    before, known = known, None  # another try is there because this version was replaced
-                    _take_known(checkpoints[0], before)
-                result = act(checkpoints[0] if bank is None else bank.opened(checkpoints))
+                _take_known(checkpoints[0], known)
+                known = None  # another try is there because this version was replaced
+                with _joined(checkpoints, across) as found:
+                    result = act(found[0] if bank is None else bank.opened(found))
                 if not is_suspect(result) or not any(each.is_replaced() for each in checkpoints):
                     return result
             except Replaced:  # all ranks that share their reads have learnt it: they try the next version together
@@ -142,20 +144,29 @@ def on_versions(
                 # a rank that tried again alone would wait for ranks that do not: together they learn it by Replaced
                 if together or not _are_replaced(checkpoints, error):
                     if isinstance(error, OSError):
-                        raise wrap_read_error(error, stores[0].url) from error
+                        raise wrap_read_error(error, opened[0][0].url) from error
                     if isinstance(error, MismatchError):
                         _name_checkpoints(error, given, [each.url for each in checkpoints])
                     raise
     raise CheckpointError(
-        ", ".join(store.url for store in stores),
+        ", ".join(store.url for store, _ in opened),
         expected="a checkpoint that stays for as long as it takes to read it",
         found=f"another save in its place, {TRIES} times",
         hint="Read it when nobody saves there, or save each step at a path of its own",
     )
 
 
-def _take_known(checkpoint: Checkpoint, known: KnownIndex) -> None:
+def _joined(
+    checkpoints: Sequence[Checkpoint], across: LoadingRanks | None
+) -> contextlib.AbstractContextManager[Sequence[Checkpoint]]:
+    """Returns what `on_all_disks` does; the same checkpoints where this rank reads for itself."""
+    return contextlib.nullcontext(checkpoints) if across is None else on_all_disks(checkpoints, across)
+
+
+def _take_known(checkpoint: Checkpoint, known: KnownIndex | None) -> None:
     """Has a checkpoint take an index that has just been read, if it still is its own."""
+    if known is None:
+        return
     if checkpoint.store.traits.far:  # it takes a round trip to read it again
         checkpoint.index_bytes = known.data
     if checkpoint.index_bytes == known.data:
@@ -215,8 +226,13 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
             # with shared reads a rank that begins again alone would leave the others waiting
             return in_parts_if_needed(run, always=bool(options.read.once))
 
+    once = bool(options.read.once)
     return on_versions(
-        path, load_version, together=bool(options.read.once), is_suspect=lambda result: result[1].damaged
+        path,
+        load_version,
+        together=once,
+        is_suspect=lambda result: result[1].damaged,
+        across=LoadingRanks(comm) if once else None,
     )
 
 
@@ -258,11 +274,13 @@ _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
 
 def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
+    once = bool(options.read.once)
     return on_versions(
         path,
         lambda source: fill_tree(source, tree, comm, options),
-        together=bool(options.read.once),
+        together=once,
         is_suspect=lambda report: report.damaged,
+        across=LoadingRanks(comm) if once else None,
     )
 
 

@@ -15,16 +15,17 @@ import errno
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 
+import msgspec
 import numpy as np
 
-from .._core.format.byte_map import BadBytes, damaged_leaves, locate_chunks
+from .._core.format.byte_map import BadBytes, damaged_leaves, disk_text, locate_chunks
 from .._core.format.files import stored_name
 from .._core.format.index import INDEX_NAME, rebuild
-from .._core.format.records import AliasRecord, File, Index
+from .._core.format.records import AliasRecord, Disk, File, Index
 from .._core.format.shard_header import ShardHeader, decode_header
 from .._core.format.timings import timings_name
 from .._core.sharding.dtypes import dtype_of
@@ -36,7 +37,7 @@ from .._io.storage.checkpoint import Checkpoint, OnShardsRead, read_sidecar, rea
 from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
 from .._io.storage.local_files import too_short
 from .._io.storage.memory import aligned_buffer
-from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, matches, open_shard
+from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, elsewhere, matches, open_shard
 from .._io.storage.store import FETCH_MEMORY, Store, for_each
 from .._io.timing import Recorder
 from .._threads import ThreadPool
@@ -74,10 +75,9 @@ def verify_checkpoint(
     problems, unread, notes = list[Problem](), list[Problem](), list[str]()
     headers: list[tuple[int, ShardHeader]] = []
     nbytes = 0
+    files, away = _files_here(index, sizes)
     for file, (opened, bad) in zip(
-        index.file_list,
-        survey_shards(store, index, index.file_list, sizes, keep=True, moments=moments),
-        strict=True,
+        files, survey_shards(store, index, files, sizes, keep=True, moments=moments), strict=True
     ):
         own = [_problem(index, part) for part in bad if not part.unread]
         problems += own
@@ -91,7 +91,7 @@ def verify_checkpoint(
                 headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
             except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
-    if not problems and not unread and (why := _index_difference(checkpoint, headers)):
+    if not problems and not unread and not away and (why := _index_difference(checkpoint, headers)):
         problems.append(Problem(INDEX_NAME, why))
     for problem, failure in _problems_of_others(checkpoint):
         (unread if failure else problems).append(problem)
@@ -102,14 +102,27 @@ def verify_checkpoint(
         notes.append(f"Whether dead saves have left files there could not be found out: {error}")
     return VerifyReport(
         store.url,
-        len(index.file_list),
+        len(files),
         nbytes,
         tuple(problems),
         recorder.seconds,
         leftovers=left,
         unread=tuple(unread),
         notes=tuple(dict.fromkeys(notes)),
+        elsewhere=tuple(disk_text(index, disk) for disk in away),
     )
+
+
+def _files_here(index: Index, present: Container[str]) -> tuple[Sequence[File], tuple[Disk, ...]]:
+    """Returns the shards that belong on this disk, and the disks of other hosts, of a node-local checkpoint.
+
+    Where no shard is here, no disk can be told to be this one: then all belong here.
+    """
+    away = index.disks_elsewhere(present)
+    if not away or len(away) == len(index.disks):
+        return index.file_list, ()
+    others = {file.name for disk in away for file in index.disk_files(disk)}
+    return [file for file in index.file_list if file.name not in others], away
 
 
 def _problem(index: Index, bad: BadBytes) -> Problem:
@@ -122,7 +135,8 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
 def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
     """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
     try:
-        same = rebuild(headers, checkpoint.url) == checkpoint.index
+        # a shard does not say on which of several disks it lay
+        same = rebuild(headers, checkpoint.url) == msgspec.structs.replace(checkpoint.index, disks=())
     except CheckpointError as error:
         return str(error)
     return "" if same else "it is not the index that the shards describe"
@@ -229,7 +243,9 @@ def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) 
             check_missing(store, file.name)
         except StoreError as error:
             return None, [BadBytes(file.name, 0, whole, f"{error.found}. {error.hint}", read_failure(error))]
-        return None, [BadBytes(file.name, 0, whole, "the file is missing")]
+        disk = elsewhere(store, index, file)
+        why = "the file is missing" if disk is None else f"the file was written to {disk}, and is not here"
+        return None, [BadBytes(file.name, 0, whole, why)]
     try:
         opened = open_shard(store, index, file, size, whole=False, keep=keep)
     except CheckpointError as error:

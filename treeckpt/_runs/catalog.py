@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -33,13 +33,14 @@ from .._core.format.files import (
     stored_name,
     verdict_name,
 )
-from .._core.format.index import INDEX_NAME
+from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
 from .._core.format.records import ArrayRecord, Index, PerRankArrays
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
 from .._core.sharding.int_runs import length_of
 from .._core.sharding.placements import Layout, MeshLayout, Replicate
+from .._core.text import bytes_text, ranks_text
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
@@ -138,6 +139,20 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     lineage: Lineage | None = None
     sidecars: tuple[tuple[str, int], ...] = ()
     """Every sidecar file, by its name in the directory, and its size."""
+    disks: tuple[tuple[str, ...], ...] = ()
+    """Of a node-local checkpoint, the shards of each disk."""
+    hosts: tuple[str, ...] = ()
+    """The host of each of these disks, with the ranks that wrote there, as text."""
+
+    def disks_here(self, files: Container[str]) -> list[int]:
+        """Returns the numbers of the disks of which a shard is among these files."""
+        return [number for number, names in enumerate(self.disks) if any(name in files for name in names)]
+
+    def sizes_here(self, files: Container[str]) -> tuple[tuple[str, int], ...]:
+        """Returns the shards that belong here, and their sizes: all, or those of the disks that have some here."""
+        here = self.disks_here(files)
+        others = {name for number, names in enumerate(self.disks) if number not in here for name in names}
+        return tuple(row for row in self.sizes if row[0] not in others) if here else self.sizes
 
 
 def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
@@ -176,6 +191,8 @@ def summarize_index(index: Index) -> Summary:
         held_nbytes=held_nbytes(index),
         lineage=index.lineage,
         sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
+        disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
+        hosts=tuple(f"host {disk.host}, with {ranks_text(disk.ranks)}" for disk in index.disks),
     )
 
 
@@ -216,6 +233,24 @@ def _metrics(value: Value) -> dict[str, float]:
 def _is_number(value: object) -> bool:
     # A larger integer does not fit a float.
     return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
+
+
+class DiskInfo(msgspec.Struct, frozen=True, gc=False):
+    """One disk of a node-local checkpoint, as it is seen from one place."""
+
+    host: str
+    """Its host, with the ranks that wrote there."""
+    shards: int
+    """How many were written there."""
+    here: int
+    """How many of these are here, with their sizes."""
+    nbytes: int
+    """Bytes of all of them."""
+
+    @property
+    def text(self) -> str:
+        """The host, and how much of what was written there is not here."""
+        return f"{self.shards - self.here} of {self.shards} shards of {self.host} ({bytes_text(self.nbytes)})"
 
 
 Status = Literal["complete", "partial", "corrupt", "unread", "foreign"]
@@ -260,8 +295,16 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Whether a file beside it says that a verification found changed bytes."""
     deleting: bool = False
     """Whether it has no index, and a file says that a deletion has taken it away."""
+    disks: tuple[DiskInfo, ...] = ()
+    """Of a node-local checkpoint, its disks. It is complete where what is not here belongs on other disks."""
     verification: Verification | None = None
     """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
+
+    @property
+    def elsewhere(self) -> str:
+        """What of a complete checkpoint is on the disks of other hosts, as text; empty if all is here."""
+        away = [disk.text for disk in self.disks if disk.here < disk.shards] if self.status == "complete" else []
+        return f"elsewhere: {'; '.join(away)}" if away else ""
 
     @property
     def under_way(self) -> tuple[SaveUnderWay, ...]:
@@ -290,7 +333,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         """What is wrong with it; of several problems that a verification found, the first, and how many there are."""
         verified = self.verification
         if self.error or verified is None or not verified.problems:
-            return self.error or ("a verification found it damaged" if self.damaged else None)
+            return self.error or ("a verification found it damaged" if self.damaged else self.elsewhere or None)
         more = f" (and {verified.total - 1:,} more)" if verified.total > 1 else ""
         return f"{verified.problems[0].file}: {verified.problems[0].text}{more}"
 
@@ -725,7 +768,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
-    problem = _problem("shards", summary.sizes, files)
+    problem = _problem("shards", summary.sizes_here(files), files)
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
@@ -746,6 +789,21 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         found_damaged=verdict_name(summary.save_id) in files,
         saving=_saving(folder, files, summary.save_id),
         lineage=summary.lineage,
+        disks=disks_of(summary, files),
+    )
+
+
+def disks_of(summary: Summary, files: Files) -> tuple[DiskInfo, ...]:
+    """Returns the disks of a node-local checkpoint, with what is here."""
+    sizes = dict(summary.sizes) if summary.disks else {}
+    return tuple(
+        DiskInfo(
+            host,
+            len(names),
+            sum(name in files and files[name].nbytes == sizes[name] for name in names),
+            sum(sizes[name] for name in names),
+        )
+        for host, names in zip(summary.hosts, summary.disks, strict=True)
     )
 
 
@@ -775,7 +833,11 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
         text = f"no index: the save failed: {took.error}" if took.error else text
-    deleting = any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in files)
+    kinds = {kind.kind: name for name in files if (kind := parse_file_name(name))}
+    prepared, deleting = None, "deleted" in kinds
+    if "prepared" in kinds:
+        text = "no index: whether its save was committed is known on the disks of other hosts"
+        prepared = prepared_summary(folder, kinds["prepared"])
     if deleting:
         text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
@@ -786,7 +848,8 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         path=folder.place,
         status="partial",
         step=step_of(folder.name),
-        save_id=shards[newest][0] if newest else None,
+        save_id=prepared.save_id if prepared else shards[newest][0] if newest else None,
+        disks=disks_of(prepared, files) if prepared else (),
         world=shards[newest][2] if newest else None,
         nbytes=sum(files[n].nbytes for n in shards),
         disk_nbytes=_disk_nbytes(files),
@@ -797,3 +860,10 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         saving=saving,
         deleting=deleting,
     )
+
+
+def prepared_summary(folder: Store, name: str) -> Summary | None:
+    """Returns the summary of the index of a node-local save whose commit is not known here, if it can be read."""
+    with contextlib.suppress(TreeckptError, OSError):
+        return summarize_index(decode_index(folder.read(name, limit=MAX_INDEX), f"{folder.place}/{name}"))
+    return None

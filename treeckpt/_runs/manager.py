@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.files import CheckpointId, check_id, check_step, id_text
+from .._core.format.files import CheckpointId, check_id, check_step, id_name, id_text
 from .._core.tree.structure import key_text
 from .._inspect.deletion import CleanReport
-from .._io.comm.collective import ending_together, from_rank0
+from .._io.comm.collective import all_gather, ending_together, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
 from .._io.process import HEARTBEAT_TIMEOUT
 from .._io.public_calls import check_options, saves, takes_no_save
@@ -59,6 +59,7 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from .catalog import runs_below, step_info
+from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk, spread_pins
 from .notebook import run_html
 from .options import (
     Keep,
@@ -72,7 +73,17 @@ from .options import (
     named_metrics,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .restore import OBJECTS, READERS, FunctionValue, InputReader, RegisteredState, Restorer, check_name, restore_from
+from .restore import (
+    OBJECTS,
+    READERS,
+    FunctionValue,
+    InputReader,
+    RegisteredState,
+    Restorer,
+    check_name,
+    from_all_disks,
+    restore_from,
+)
 from .run import CheckpointSelector, RunDirectory, SaveHistory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
@@ -102,7 +113,9 @@ class Manager:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`, or with
             fewer or more digits where others saved them. A text in the place of a step (`save("tuned", tree)`) is
             the name of its directory: such checkpoints are in the order of their saves, and no policy counts their
-            steps. Nothing else in it is ever touched.
+            steps. Nothing else in it is ever touched. On the private disks of several hosts each has the same steps,
+            with the shards of its ranks; then clean-ups after saves in the background begin with the next save, `wait`
+            or `close`.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
@@ -144,6 +157,8 @@ class Manager:
         self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
+        self._before: Pending | None = None
+        """The background save that was begun last; None once all ranks have cleaned up after it together."""
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
         self._exit: int | None = None
         self._loop = LoopState()
@@ -328,12 +343,16 @@ class Manager:
         with self._pending.starting(step):
             result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
         if isinstance(result, SaveReport):
-            self._start_clean()
+            self._start_clean(result)
+            self._clean_disks_after(result)
             self.retention.wait()
         if not isinstance(step, str):
             self.count = step
         if isinstance(result, Pending) and result.skipped:
             return result
+        if isinstance(result, Pending):  # all ranks know by now that the save before has ended
+            before, self._before = self._before, result
+            self._clean_disks_after(before)
         self._reached = self._loop.step if isinstance(step, str) else step
         self.schedule.restart()
         if self.stopping and self._exit is not None:
@@ -362,7 +381,7 @@ class Manager:
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
             unpin()
-            self._start_clean()  # the disk may be full of checkpoints that no policy keeps
+            self._start_clean(None)  # the disk may be full of checkpoints that no policy keeps
             raise
         if isinstance(result, Pending) and result.skipped:
             unpin()
@@ -376,9 +395,47 @@ class Manager:
             with contextlib.suppress(TreeckptError):
                 self.directory.take_pin_back(folder)
 
-    def _start_clean(self) -> None:
-        if self._comm.rank == 0:
+    def _start_clean(self, report: SaveReport | None) -> None:
+        """Starts the clean-up after a save, unless its ranks see several disks: then they clean up together."""
+        if self._comm.rank == 0 and (report is None or not report.disks):
             self.retention.start()
+
+    def _clean_disks_after(self, save: SaveReport | Pending | None) -> None:
+        """Starts the clean-up of this rank's disk after a save to several; called by all ranks once it has ended."""
+        report = None
+        with contextlib.suppress(Exception):  # it is reported elsewhere
+            report = save.result() if isinstance(save, Pending) else save
+        if report is not None and report.disks and (disks := self._disks("clean")) is not None and disks.leads:
+            self.retention.start(disks)
+
+    def _disks(self, call: str) -> RunDisks | None:
+        """Returns the disks of the run, on every rank; None where all ranks see one."""
+        return look_at_disks(self._comm, self.directory, call)
+
+    def _on_each_disk(
+        self, call: str, step: CheckpointId, act: Callable[[], Any], *, check: Callable[[], Any] | None = None
+    ) -> bool:
+        """Acts on each disk that has a step; returns False where all ranks see one disk, or no disk has it.
+
+        Args:
+            check: raises where it must not be done on a disk; then it is done on none.
+        """
+        disks, name = self._disks(call), id_name(step)
+        if disks is None or not disks.has(name, complete=check is None):
+            return False
+        here = disks.here(name, complete=check is None)
+
+        def prepare() -> None:
+            complete_saves(self.directory, disks, self._pending.busy())
+            spread_pins(self.directory, disks)
+            if check is not None and here:
+                check()
+
+        for what, each in (("prepare", prepare if disks.leads else None), ("act", act if here else None)):
+            topic, path = f"{self.directory.url} {call}: {what}", self.path(step)
+            hint = "It may be done on the disks of other ranks" if what == "act" else "Nothing was done"
+            on_each_disk(self._comm, disks, topic, path, each, hint=hint)
+        return True
 
     @takes_no_save
     def wait(self, timeout: float | None = None) -> None:
@@ -391,6 +448,8 @@ class Manager:
             The error of a save that failed; CheckpointError, which names the lost steps, if one has not ended in time.
         """
         self._pending.settle(timeout)
+        before, self._before = self._before, None
+        self._clean_disks_after(before)
         self.retention.wait(timeout)
 
     # restoring -------------------------------------------------------------------------------------------------
@@ -418,7 +477,8 @@ class Manager:
                 `registered/` there, after the rules of `tc.From`. Of tables that several have, rows are joined by id.
                 What is there beside is left (`strict="missing"`, unless given). `count`, lineage and readers stay.
             options: those of `treeckpt.load`, or with `into` of `treeckpt.load_into`; by default it reads once from an
-                object store, where the ranks are all those of torch.distributed; `namespace` is that of the manager.
+                object store or the disks of several hosts, where the ranks are all those of torch.distributed;
+                `namespace` is that of the manager.
 
         Returns:
             The tree, or the `LoadReport` with `into` or `source`.
@@ -463,7 +523,8 @@ class Manager:
         """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
 
         All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
-        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it.
+        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it. So
+        is one that lies on the disks of several hosts and is no longer whole, with the host that is missing.
         `count` and the lineage of the next save continue from the step.
 
         Args:
@@ -542,7 +603,7 @@ class Manager:
         Raises:
             CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.
         """
-        return self._from_rank0("latest", partial(self._newest_step, verify), CheckpointId | None)
+        return self._from_all_disks("latest", partial(self._newest_step, verify), CheckpointId | None)
 
     def _newest_step(self, verify: bool) -> CheckpointId | None:
         newest = self._selector.newest(verify=verify, busy=self._pending.busy())
@@ -557,7 +618,7 @@ class Manager:
             mode: by default the mode of the policy with this metric, otherwise "min".
         """
         policy = best_policy(self._policies, metric, mode)
-        return self._from_rank0(f"best {policy.metric}", partial(self._selector.best, policy), CheckpointId | None)
+        return self._from_all_disks(f"best {policy.metric}", partial(self._selector.best, policy), CheckpointId | None)
 
     @takes_no_save
     def steps(self) -> list[int]:
@@ -582,7 +643,7 @@ class Manager:
         def listed() -> list[CheckpointId]:
             return [info.step for info in sorted(map(step_info, self._selector.complete()), key=lambda one: one.age)]
 
-        return self._from_rank0(call, listed, list[CheckpointId])
+        return self._from_all_disks(call, listed, list[CheckpointId])
 
     def path(self, step: int | str) -> str:
         """Returns the path or URL of a step, whether or not it is saved."""
@@ -598,7 +659,9 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_id(step)
-        self._from_rank0(f"pin {id_text(step)}", partial(self.directory.pin, step), type(None))
+        call, pin = f"pin {id_text(step)}", partial(self.directory.pin, step)
+        if not self._on_each_disk(call, step, pin):
+            self._from_rank0(call, pin, type(None))
 
     @takes_no_save
     def unpin(self, step: int | str) -> None:
@@ -608,7 +671,9 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_id(step)
-        self._from_rank0(f"unpin {id_text(step)}", partial(self.directory.unpin, step), type(None))
+        call, unpin = f"unpin {id_text(step)}", partial(self.directory.unpin, step)
+        if not self._on_each_disk(call, step, unpin):
+            self._from_rank0(call, unpin, type(None))
 
     @takes_no_save
     def delete(self, step: int | str, *, force: bool = False) -> None:
@@ -622,7 +687,10 @@ class Manager:
             CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
         """
         step = check_id(step)
-        self._from_rank0(f"delete {id_text(step)}", partial(self.retention.delete, step, force=force), type(None))
+        call, delete = f"delete {id_text(step)}", partial(self.retention.delete, step, force=force)
+        check = partial(self.directory.plan_deletion, step, force=force)
+        if not self._on_each_disk(call, step, delete, check=check):
+            self._from_rank0(call, delete, type(None))
 
     @takes_no_save
     def clean(self, *, dry_run: bool = False) -> CleanReport:
@@ -631,7 +699,15 @@ class Manager:
         Returns:
             What is kept and why, what was removed and why, and what could not be removed.
         """
-        return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
+        disks = self._disks("clean")
+        if disks is None:
+            return self._from_rank0("clean", partial(self.retention.clean_now, dry_run=dry_run), CleanReport)
+
+        def clean() -> list[CleanReport]:
+            return [self.retention.clean_now(dry_run=dry_run, disks=disks)] if disks.leads else []
+
+        reports = all_gather(self._comm, f"{self.directory.url} clean: act", clean, list[CleanReport])
+        return disks.merged({rank: report for rank, found in enumerate(reports) for report in found})
 
     # ending --------------------------------------------------------------------------------------------------
 
@@ -706,6 +782,10 @@ class Manager:
         except Exception as why:
             self.schedule.stopping = False
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
+
+    def _from_all_disks(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
+        topic = f"{self.directory.url} {what}"
+        return from_all_disks(self._comm, self._selector, topic, call, kind, call=what)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

@@ -15,12 +15,16 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from .._core.format.files import CheckpointId, id_name, id_text
 from .._inspect.deletion import CleanReport
 from .._saving.session import Pending, forget_at_exit, reset_after_fork
 from .._threads import call_in_thread
 from ..errors import CheckpointError
 from ..policy import Policy, keep_text
+from ..reports import SaveReport
+from .disk_cleanup import RunDisks, complete_saves, spread_pins
 from .run import CheckpointSelector, RunDirectory
 
 _log = logging.getLogger("treeckpt")
@@ -36,10 +40,10 @@ class PendingSaves:
     """The background saves that have not ended yet, or whose failure was not raised yet.
 
     Args:
-        on_end: called after each save that has ended.
+        on_end: called after each save that has ended, with its report, None if it failed.
     """
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(self, on_end: Callable[[SaveReport | None], None]) -> None:
         self._on_end = on_end
         self._pending: list[_PendingSave] = []
         self._failed: list[Exception] = []
@@ -148,8 +152,9 @@ class PendingSaves:
     def _finish(self, save: _PendingSave) -> None:
         # The caller may have the error already, from `result` of the `Pending`.
         raised = save.pending.done() and save.pending.unreported_error is None
+        report = None
         try:
-            save.pending.result()
+            report = save.pending.result()
         except Exception as error:
             if not raised:
                 _log.error("saving %s failed: %s", id_text(save.step), error)
@@ -158,7 +163,7 @@ class PendingSaves:
         with self._lock:
             if save in self._pending:  # not where a signal handler has waited too
                 self._pending.remove(save)
-        self._on_end()
+        self._on_end(report)
 
 
 class RetentionRunner:
@@ -185,6 +190,7 @@ class RetentionRunner:
             grace,
         )
         self._last: Future[None] | None = None
+        self._disks: RunDisks | None = None
         self._is_waiting = False
         """Whether a clean-up waits for the one before it; it sees all saves that end until it begins."""
         reset_after_fork(self)
@@ -193,8 +199,13 @@ class RetentionRunner:
         """Drops the clean-up in a forked child: it belongs to the parent."""
         self._last, self._is_waiting = None, False
 
-    def start(self) -> None:
-        """Starts a clean-up in the background, for which the end of the process waits; cleans up if that has begun."""
+    def start(self, disks: RunDisks | None = None) -> None:
+        """Starts a clean-up in the background, for which the end of the process waits; cleans up if that has begun.
+
+        Args:
+            disks: where ranks see several, what all have: this rank cleans up its own.
+        """
+        self._disks = disks
         if not self._is_waiting:
             self._is_waiting = True
             self._last = call_in_thread(partial(self._clean_and_log, self._last), "treeckpt-clean", awaited=True)
@@ -204,7 +215,7 @@ class RetentionRunner:
             wait([before])
         self._is_waiting = False
         try:
-            report = self._clean(dry_run=False)
+            report = self._clean(dry_run=False, disks=self._disks)
         except Exception as error:
             self._selector.warn_once(self.directory.url, f"could not be cleaned up: {type(error).__name__}: {error}")
             return
@@ -213,11 +224,20 @@ class RetentionRunner:
         for failure in report.failed:
             self._selector.warn_once(failure.name, f"could not be cleaned away: {failure.why}")
 
-    def _clean(self, *, dry_run: bool) -> CleanReport:
-        pending = self._pending
+    def _clean(self, *, dry_run: bool, disks: RunDisks | None) -> CleanReport:
+        pending, completed = self._pending, ()
+        if disks is not None and not dry_run:
+            completed = complete_saves(self.directory, disks, pending.busy())
+            spread_pins(self.directory, disks)
         report = self.directory.clean(
-            self._policies, grace=self._grace, busy=pending.busy(), claim=pending.claim, dry_run=dry_run
+            self._policies,
+            grace=self._grace,
+            busy=pending.busy(),
+            claim=pending.claim,
+            dry_run=dry_run,
+            disks=disks.state() if disks is not None else None,
         )
+        report = msgspec.structs.replace(report, completed=completed)
         if report.removed and not dry_run:
             names: dict[str, list[str]] = {}
             for removal in report.removed:
@@ -230,10 +250,10 @@ class RetentionRunner:
             )
         return report
 
-    def clean_now(self, *, dry_run: bool) -> CleanReport:
-        """Waits for the clean-up that was started last, then cleans up."""
+    def clean_now(self, *, dry_run: bool, disks: RunDisks | None = None) -> CleanReport:
+        """Waits for the clean-up that was started last, then cleans up; `disks` as for `start`."""
         self.wait()
-        return self._clean(dry_run=dry_run)
+        return self._clean(dry_run=dry_run, disks=disks)
 
     def delete(self, step: CheckpointId, *, force: bool) -> None:
         """Waits for the clean-up that was started last, then deletes a step; see `RunDirectory.delete`."""

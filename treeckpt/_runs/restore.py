@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -42,6 +42,7 @@ from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.open import is_path_or_store, open_run, open_store
+from .._loading.disks import LoadingRanks
 from .._loading.execute_shared import reads_once
 from .._loading.match import LoadOptions
 from .._loading.options import ONLY_OF_LOAD, Policy, ReadOptions, read_alone
@@ -53,12 +54,15 @@ from ..reports import LoadReport
 from ..rules import as_rules
 from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
+from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk
+from .disks import joined_infos, seen_here
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
 
+T = TypeVar("T")
 _log = logging.getLogger("treeckpt")
 
 _BROKEN = frozenset({"CheckpointError", "CheckpointNotFound", "CorruptError", "FormatError"})
@@ -82,6 +86,8 @@ class _RestoreChoice(msgspec.Struct, array_like=True):
     """The corrupt checkpoints that are newer."""
     name: str = ""
     """The name of its directory."""
+    apart: bool = False
+    """Whether it may lie on the disks of several hosts, or its directory be missing on some."""
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -91,6 +97,52 @@ class Restored(msgspec.Struct, frozen=True):
     step: CheckpointId
     passed_over: tuple[str, ...]
     """The newer checkpoints that could not be loaded, each with what is wrong."""
+
+
+def from_all_disks(
+    comm: Comm,
+    selector: CheckpointSelector,
+    topic: str,
+    answer: Callable[[], T],
+    kind: Any,
+    *,
+    call: str,
+    on_disks: Callable[[RunDisks], object] = lambda disks: None,
+) -> T:
+    """Returns the result of `answer()` on rank 0, on every rank, as `from_rank0` does, by what all ranks see.
+
+    Rank 0 answers by what it sees itself. Only where that may be one disk of several, as a node-local checkpoint or no
+    complete one at all, do the ranks tell it what each disk has.
+
+    Args:
+        selector: by which rank 0 answers.
+        on_disks: called on every rank where they see several disks, before the answer.
+    """
+    if comm.size == 1:
+        return answer()
+
+    def by_one_disk() -> tuple[bool, T | None]:
+        try:
+            with selector.seeing_one_disk():
+                return True, answer()
+        except OtherDisks:
+            return False, None
+
+    is_known, result = from_rank0(comm, topic, by_one_disk, tuple[bool, kind | None], call=call)
+    if is_known:
+        return result  # pyright: ignore[reportReturnType]
+    disks = look_at_disks(comm, selector.directory, call)
+    if disks is not None:
+        on_disks(disks)
+
+    def by_all() -> T:
+        infos = disks.joined.values() if disks is not None else joined_infos([seen_here(selector.directory)])
+        if disks is None and not any(info.disks for info in infos):
+            return answer()
+        with selector.seeing(list(infos)):
+            return answer()
+
+    return from_rank0(comm, f"{topic}: all disks", by_all, kind, call=call)
 
 
 RestoreCall = Callable[..., Any]
@@ -175,13 +227,19 @@ class Restorer:
                     if "CorruptError" in kinds and self._chosen is not None:
                         self._selector.keep_damage(self._chosen, why)
 
+    def _complete_saves(self, disks: RunDisks) -> None:
+        """Completes saves to the disks of several hosts that had died behind their commit, on every rank."""
+        url, act = self.directory.url, partial(complete_saves, self.directory, disks) if disks.leads else None
+        on_each_disk(self._comm, disks, f"{url} restore: saves completed", url, act, hint=_NOTHING_RESTORED)
+
     def _choose(self, step: CheckpointId | None, tried: set[CheckpointId]) -> _RestoreChoice:
         passed_over: list[str] = []
         info = self._chosen = self._selector.choose(step, tried, passed_over)
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
-        return _RestoreChoice(step_info(info).step, info.path, info.nbytes, step, tuple(passed_over), info.name)
+        apart, chosen = self._selector.joined is not None, step_info(info).step
+        return _RestoreChoice(chosen, info.path, info.nbytes, step, tuple(passed_over), info.name, apart)
 
     def _agreed_choice(
         self, step: CheckpointId | None, tried: set[CheckpointId], unread: Sequence[tuple[str, Exception | None]]
@@ -193,7 +251,15 @@ class Restorer:
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
-            return from_rank0(self._comm, topic, choose, _RestoreChoice, call="restore")
+            return from_all_disks(
+                self._comm,
+                self._selector,
+                topic,
+                choose,
+                _RestoreChoice,
+                call="restore",
+                on_disks=self._complete_saves,
+            )
         except CheckpointNotFound:
             if not unread:
                 raise
@@ -205,7 +271,7 @@ class Restorer:
             ) from next((error for _, error in reversed(unread) if error is not None), None)
 
     def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
-        if choice.step is None or self._comm.rank:
+        if choice.step is None or (self._comm.rank and not choice.apart):
             return contextlib.nullcontext()
         return hold_lease(self.directory.store.folder(choice.name), ahead=self._known is not None)
 
@@ -234,7 +300,7 @@ class Restorer:
         )
         read: ReadOptions = options["read"]
         if read.once is None:
-            once = self._load_comm.size > 1 and reads_once(self._load_comm, store)
+            once = self._load_comm.size > 1 and reads_once(self._load_comm, store, apart=choice.apart)
             read = msgspec.structs.replace(read, once=once)
 
         def load_version(checkpoint: Checkpoint) -> Any:
@@ -242,13 +308,15 @@ class Restorer:
             with together(relay, "restored"):
                 if choice.requested != step:
                     raise self._different_steps(choice.requested, step)
-                if relay is not None:
+                if relay is not None and not choice.apart:
                     relay.share_index(checkpoint)
                 return call(checkpoint, comm=self._load_comm, options={**options, "read": read})
 
+        once = bool(read.once)
+        across = LoadingRanks(self._load_comm, apart=True) if once and choice.apart else None
         try:
             with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-                return on_one_version(source, load_version, together=bool(read.once), known=known), None
+                return on_one_version(source, load_version, together=once, known=known, across=across), None
         except Exception as error:
             return None, error
 

@@ -44,6 +44,7 @@ from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
 from .._inspect.deletion import (
     CleanReport,
+    JoinedRun,
     Removal,
     RetainedDirectory,
     StepDirectory,
@@ -184,27 +185,43 @@ class RunDirectory:
         """Returns the data that orders the checkpoints by lineage."""
         return read_marks(self.store, self._cache)
 
-    def checkpoint(self, step: CheckpointId, *, newest: NewestIndex | None = None) -> CheckpointInfo:
+    def checkpoint(
+        self,
+        step: CheckpointId,
+        *,
+        newest: NewestIndex | None = None,
+        joined: Sequence[CheckpointInfo] | None = None,
+    ) -> CheckpointInfo:
         """Returns the complete checkpoint of a step; `newest` is offered its index, if that is not in the cache.
+
+        Args:
+            joined: the checkpoints over the disks of several hosts, in place of what is here.
 
         Raises:
             CheckpointNotFound: there is none.
             CheckpointError: it is corrupt.
         """
-        info = _checked(read_info(self.folder(step), cache=self._cache, timings=False, newest=newest))
+        folder = self.folder(step)
+        if joined is None:
+            info = _checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
+        else:
+            none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of {id_text(step)}")
+            info = next((each for each in joined if each.name == folder.name), none)
         if info.status == "complete" and id_of(info) is None:
-            raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load")
+            raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load", joined)
         if info.status == "complete":
             return info
         foreign = describe_foreign(info.path) if info.status == "foreign" else None
         found, hint = foreign or (info.error or info.status, "")
         if info.status == "corrupt":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
-        raise self._not_found(step, found, hint)
+        raise self._not_found(step, found, hint, joined)
 
-    def _not_found(self, step: CheckpointId, found: str, hint: str = "") -> CheckpointNotFound:
+    def _not_found(
+        self, step: CheckpointId, found: str, hint: str = "", joined: Sequence[CheckpointInfo] | None = None
+    ) -> CheckpointNotFound:
         error = CheckpointNotFound(self.folder(step).place, expected="a complete checkpoint", found=found, hint=hint)
-        error.add_hint(loadable_text(self.checkpoints(), step))
+        error.add_hint(loadable_text(self.checkpoints() if joined is None else joined, step))
         return error
 
     # pins ----------------------------------------------------------------------------------------------------
@@ -260,6 +277,7 @@ class RunDirectory:
         claim: Callable[[str], AbstractContextManager[bool]] | None = None,
         dry_run: bool = False,
         on_removal: OnRead = lambda done, total: None,
+        disks: JoinedRun | None = None,
     ) -> CleanReport:
         """Deletes checkpoints that no policy keeps and files that crashed saves left.
 
@@ -269,10 +287,11 @@ class RunDirectory:
             claim: entered around each removal with the directory's name; gives False if a save has started there.
             dry_run: only reports what would be done.
             on_removal: takes before each removal how many are done, and how many are planned.
+            disks: what other disks have of a run that lies on several. Without it node-local checkpoints stay.
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder) for folder, info in infos]
+        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -348,12 +367,17 @@ class RunDirectory:
             raise _held(folder, plan.why)
         return info, plan
 
-    def _fact(self, info: CheckpointInfo, folder: Store, *, force: bool = False) -> StepDirectory:
+    def _fact(
+        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
+    ) -> StepDirectory:
         assert info.status != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.status != "partial" else None
         unread = info.status == "unread" and not force
+        step = step_info(info)
+        if disks is not None:
+            step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
         return StepDirectory(
-            **msgspec.structs.asdict(step_info(info)),
+            **msgspec.structs.asdict(step),
             name=info.name,
             status=info.status,
             modified_ns=0 if unread else folder.modified_ns() or 0,
@@ -361,6 +385,8 @@ class RunDirectory:
             save_id=None if unread else save_id,
             problem=info.error or "",
             path=folder.place,
+            whole=disks is None or (info.name, info.save_id or "") in disks.whole,
+            elsewhere=info.elsewhere if disks is None else "",
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:
@@ -465,6 +491,10 @@ def _checked(info: CheckpointInfo) -> CheckpointInfo:
     return info
 
 
+class OtherDisks(Exception):
+    """What is seen here may be one disk of several, or none of them."""
+
+
 class CheckpointSelector:
     """Selects checkpoints of a run. Each warning is logged once, to the logger `treeckpt`."""
 
@@ -473,6 +503,27 @@ class CheckpointSelector:
         self._logged: set[tuple[str, str]] = set()
         self._read = NewestIndex()
         """Is offered every index that is read, a local one only by `choose`; what the cache has was offered before."""
+        self.joined: list[CheckpointInfo] | None = None
+        """The checkpoints over the disks of all ranks, where these are what it selects from."""
+        self._one_disk = False
+
+    @contextlib.contextmanager
+    def seeing(self, infos: list[CheckpointInfo]) -> Iterator[None]:
+        """Selects from these checkpoints while the body runs."""
+        self.joined = infos
+        try:
+            yield
+        finally:
+            self.joined = None
+
+    @contextlib.contextmanager
+    def seeing_one_disk(self) -> Iterator[None]:
+        """Has the body raise `OtherDisks` where what it selects from may be on the disks of other hosts too."""
+        self._one_disk = True
+        try:
+            yield
+        finally:
+            self._one_disk = False
 
     def warn_once(self, path: str, what: str) -> None:
         """Logs a warning about a path, unless it was logged before."""
@@ -490,8 +541,13 @@ class CheckpointSelector:
 
     def _listed(self, *, or_unread: bool = False) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
+        if self.joined is not None:
+            return self.joined
         infos = self.directory.checkpoints(newest=self._read, or_unread=or_unread)
         run, url = self.directory.store, self.directory.url
+        is_local = self._one_disk and run.traits.local_path is not None
+        if is_local and (any(info.disks for info in infos) or all(info.status != "complete" for info in infos)):
+            raise OtherDisks
         if infos:
             return infos
         if run.holds(INDEX_NAME):
@@ -640,10 +696,13 @@ class CheckpointSelector:
         self._read.local = True
         if step is not None:
             try:
-                return self.directory.checkpoint(step, newest=self._read)
-            except CheckpointNotFound:
+                info = self.directory.checkpoint(step, newest=self._read, joined=self.joined)
+            except CheckpointError:
                 self._listed()  # raises the error for the path of one checkpoint in place of this one
                 raise
+            if self._one_disk and info.disks:
+                raise OtherDisks
+            return info
         newest = self.newest(without=tried, passed_over=passed_over)
         if newest is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
@@ -652,7 +711,7 @@ class CheckpointSelector:
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
-                found="only such as cannot be loaded",
+                found=f"only such as cannot be loaded{', as ' + passed_over[0] if passed_over else ''}",
                 hint="See what treeckpt verify says of each",
             )
         return newest

@@ -171,7 +171,7 @@ def verification_of(report: VerifyReport, save_id: str, fingerprint: str, by: st
     """Returns what is kept of a report that ends now; `index` is the content of the index file."""
     return Verification(
         save_id=save_id,
-        complete=not report.unread,
+        complete=not report.unread and not report.elsewhere,
         ended_ns=time.time_ns(),
         by=by,
         files=report.files,

@@ -193,7 +193,7 @@ class _BackgroundSave:
                 written = writer.write()
                 self._release()
                 # 8. Report; rank 0 commits; all ranks receive the result
-                complete(agreed, writer, written)
+                ended = complete(agreed, writer, written)
             except TreeckptError as failed:
                 if writer.trace:
                     failed.add_note(f"In the writer process:\n{writer.trace}")
@@ -203,7 +203,7 @@ class _BackgroundSave:
                     writer.withdraw(error)
                 raise
         return msgspec.structs.replace(
-            save_report(agreed), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
+            save_report(agreed, ended), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
         )
 
     def _new_writer(self, agreed: AgreedSave, *, here: bool) -> ShardWriter:

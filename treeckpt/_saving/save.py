@@ -12,6 +12,8 @@
    nothing. A rank that is interrupted deletes what it wrote, if that cannot be committed any more. A coordinator that
    is interrupted, or cannot reach the other ranks, leaves timings that name the failure: so the files of the others
    count as left over.
+   Where ranks do not see each other's files, each disk is made ready before rank 0 publishes the index, and gets it
+   then: see `node_local`.
 5. The progress record is removed, and the timings get the time of the commit. Where `save_tree` saves to an object
    store, threads do so after it has returned, for which the end of the process waits.
 
@@ -21,6 +23,7 @@ functions.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 
@@ -38,6 +41,7 @@ from .._threads import ThreadPool
 from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
+from .node_local import commit_on_disks
 from .options import SaveOptions
 from .session import PreviousSave, Session
 from .shard_writer import (
@@ -54,6 +58,11 @@ from .shard_writer import (
 )
 
 _log = logging.getLogger("treeckpt")
+UNPUBLISHED_HINT = (
+    "The checkpoint is committed, on the disks of the other ranks; the next save, resume or clean-up of all ranks there"
+    " publishes the index on those of the ranks named"
+)
+"""The hint of an error where a disk of several lacks the index of a committed save."""
 SIDECAR_WRITERS = 8
 """The number of sidecar files that are written at a time: to an object store each takes a request."""
 
@@ -85,38 +94,38 @@ def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> S
             )
         try:
             with agreed.heartbeats():
-                complete(agreed, writer, writer.write(on_interrupt=agreed.abandon))
+                ended = complete(agreed, writer, writer.write(on_interrupt=agreed.abandon))
         except BaseException as error:
             agreed.abandon(error)  # before the files are removed, so that the others wait no longer
             if not isinstance(error, Exception):  # Ctrl-C
                 writer.withdraw(error)
             raise
-    return save_report(agreed)
+    return save_report(agreed, ended)
 
 
-def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> None:
+def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> CommitResult:
     """Reports what this rank has written, as `ShardWriter.write` returned it, and completes the save on all ranks.
 
     Raises:
         TreeckptError: the save failed; on every rank.
     """
     store, recorder = agreed.store, agreed.recorder
-    try:
+    # after the removal: as long as a record stands, nobody takes the files for those of a save that has ended
+    with contextlib.ExitStack() as opened:
+        opened.callback(writer.end)
         report = _write_sidecars(agreed, writer, report)
         report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
-        ended = _commit(agreed, writer, report)
+        ended = _commit(agreed, writer, report, opened)
         if ended.faults and not ended.in_place:
             remove_files(store, written_names(agreed.info, agreed.plan))
-    finally:
-        # after the removal: as long as the record stands, nobody takes the files for those of a save that has ended
-        writer.end()
     if ended.faults:
-        in_place = UNANSWERED_HINT if store.traits.far else PUBLISHED_HINT
+        in_place = UNANSWERED_HINT if store.traits.far else UNPUBLISHED_HINT if ended.disks else PUBLISHED_HINT
         hint = {"hint": in_place} if ended.in_place else {}
         raise_faults(ended.faults, store.url, agreed.comm.size, cause=writer.error, **hint)
+    return ended
 
 
-def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> CommitResult:
+def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport, opened: contextlib.ExitStack) -> CommitResult:
     """Has rank 0 commit the save when all ranks have reported; returns the result, on every rank."""
     talk = agreed.round
     try:
@@ -130,11 +139,14 @@ def _commit(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> Com
         raise
     if talk is None:
         return writer.commit({0: report})
-    result = None
+    reports = result = None
     if messages is not None:
         reports = {rank: decode_msgpack(message, WriteReport) for rank, message in messages.items()}
-        result = msgspec.msgpack.encode(writer.commit(reports, silent_faults(talk.lost)))
-    return decode_msgpack(talk.broadcast(result, last=True), CommitResult)
+        result = writer.commit(reports, silent_faults(talk.lost))
+    last = result is None or not result.apart
+    encoded = msgspec.msgpack.encode(result) if result is not None else None
+    ended = decode_msgpack(talk.broadcast(encoded, last=last), CommitResult)
+    return commit_on_disks(agreed, writer, reports, opened) if ended.apart else ended
 
 
 def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> WriteReport:
@@ -156,7 +168,7 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
     return report
 
 
-def save_report(agreed: AgreedSave) -> SaveReport:
+def save_report(agreed: AgreedSave, ended: CommitResult) -> SaveReport:
     """Returns the report of a save that has succeeded, which the log has too."""
     info, plan = agreed.info, agreed.plan
     assert plan is not None, "a rank without a plan fails its save"
@@ -169,6 +181,7 @@ def save_report(agreed: AgreedSave) -> SaveReport:
         files=tuple(shard_names(info, plan)),
         seconds=agreed.recorder.seconds,
         spans=tuple(agreed.recorder.spans),
+        disks=ended.disks,
     )
     _log.debug("%s", report)
     return report

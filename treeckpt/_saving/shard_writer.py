@@ -19,10 +19,10 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
+from .._core.format.files import Progress, Sidecar, parse_file_name, prepared_name, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
-from .._core.format.records import FileTable, Index, build_index, file_table
+from .._core.format.records import Disk, File, FileTable, Index, build_index, file_table
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
 from .._core.planning.save_plan import FilePlan, GlobalPlan
@@ -102,6 +102,23 @@ class CommitResult(msgspec.Struct, array_like=True):
     faults: tuple[Fault, ...]
     in_place: bool
     """Whether the index may have been published in spite of the faults: then the files must stay."""
+    apart: bool = False
+    """Whether nothing was published, as files of other ranks are not there: they may lie on other disks."""
+    disks: tuple[Disk, ...] = ()
+    """The disks of a save that is committed on several."""
+
+
+class DisksToPrepare(Protocol):
+    """The disks of a save on which the coordinator does not publish the index itself; see `node_local`."""
+
+    @property
+    def disks(self) -> tuple[Disk, ...]:
+        """All disks, the coordinator's first; none where there is one disk."""
+        ...
+
+    def prepare(self, index: bytes, timings: bytes) -> Sequence[Fault]:
+        """Has the others made ready for the commit; returns the faults of those that are not."""
+        ...
 
 
 class ShardWriter(Protocol):
@@ -197,18 +214,18 @@ class PathLook:
                 self.record.begin()
             except OSError as error:
                 # a checkpoint that forbids the save is reported before the full disk
-                names = self._checked(store.sizes())
+                names = self.checked(store.sizes())
                 if error.errno not in FULL:
                     raise
-                self._clear(names)  # what fills the disk may be what dead saves left here
+                self.clear(names)  # what fills the disk may be what dead saves left here
                 self.record.begin()
-            names = self._checked(store.sizes())
+            names = self.checked(store.sizes())
         else:
-            names = self._checked(self._listing.result())
+            names = self.checked(self._listing.result())
             self._recorded.result()
-        return self._clear(names)
+        return self.clear(names)
 
-    def _checked(self, names: dict[str, int]) -> dict[str, int]:
+    def checked(self, names: dict[str, int]) -> dict[str, int]:
         """Returns the files in a directory to which the save may go; raises CheckpointExists if it may not."""
         # a deletion that was killed has left the index under such a name
         if any(name.startswith("deleted.") for name in names) and restore_index(self._store):
@@ -222,7 +239,7 @@ class PathLook:
             )
         return names
 
-    def _clear(self, names: dict[str, int]) -> str:
+    def clear(self, names: dict[str, int]) -> str:
         """Removes leftovers; returns the id of the save that is to be replaced, "" for none."""
         replaced = ""
         if INDEX_NAME in names:
@@ -244,6 +261,7 @@ class InlineWriter:
         look: must have a result before anything is written.
         record: the progress record of the save, which is ended with it; None where another process keeps it until this
             one has written its own, and on ranks other than 0.
+        others: the other disks, where it is known that ranks do not see each other's files.
     """
 
     trace = ""
@@ -261,8 +279,9 @@ class InlineWriter:
         waits: bool = True,
         look: PathLook | None = None,
         record: ProgressRecorder | None = None,
+        others: DisksToPrepare | None = None,
     ) -> None:
-        self.error, self.recorder = error, recorder
+        self.error, self.recorder, self._others = error, recorder, others
         self._waits = waits or not store.traits.conditional
         self._store, self._info, self._plan, self._source = store, info, plan, source
         self._on_progress, self._look = on_progress or (lambda written: None), look
@@ -282,6 +301,8 @@ class InlineWriter:
         """It is set when the thread has ended that writes timings to an object store, beside the index and after it."""
         self._decided, self._is_committed = Event(), False
         """Whether it is known how the save ends, and whether it is committed."""
+        self._is_apart = False
+        """Whether files of other ranks are missing, and it was not looked for several disks yet."""
         self._written = False
         """Whether all shards are written, which the others may know already."""
 
@@ -370,7 +391,8 @@ class InlineWriter:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
                 with recorder.span("publish"):
-                    index = with_files(self._index or index_before_files(info, plan), plan, reports)
+                    disks = self._others.disks if self._others is not None else ()
+                    index = with_files(self._index or index_before_files(info, plan), plan, reports, disks)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
@@ -378,11 +400,16 @@ class InlineWriter:
                         write_timings(store, info, reports, None, recorder)
                     # deletions and repairs that have not seen this save's record have ended at the look for locks
                     sizes = self._unlocked.result() if self._unlocked is not None else None
-                    publishing = True
-                    self._publish(data, partial(self._check_files, index, sizes))
-                    if self._record is not None and self._record.has_lapsed:
-                        check_still_there(store, index)
+                    if self._others is not None:
+                        faults += self._others.prepare(data, encoded_timings(info, reports, None, recorder))
+                    if not faults:
+                        publishing = True
+                        self._publish(data, partial(self._check_files, index, sizes))
+                        if self._record is not None and self._record.has_lapsed:
+                            check_still_there(store, index)
             except Exception as caught:
+                if self._is_apart:
+                    return CommitResult((), False, apart=True)
                 error = wrap_write_error(caught, store.url)
                 if in_place := publishing and index_may_be_published(store, info.save_id, error):
                     error = with_published_hint(error)
@@ -405,7 +432,14 @@ class InlineWriter:
         return CommitResult(tuple(faults), in_place)
 
     def _check_files(self, index: Index, sizes: dict[str, int] | None) -> None:
-        check_files_exist(self._store, index, unlocked_sizes(self._store) if sizes is None else sizes)
+        sizes = unlocked_sizes(self._store) if sizes is None else sizes
+        try:
+            check_files_exist(self._store, index, sizes, self._info.rank)
+        except CheckpointError:
+            # somebody deletes them, or the path leads to several disks
+            missing = any(file.rank and file.name not in sizes for file in index.file_list)
+            self._is_apart = missing and self._others is None and self._store.traits.local_path is not None
+            raise
 
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
@@ -534,31 +568,42 @@ def index_before_files(info: SaveInfo, plan: GlobalPlan) -> Index:
     return msgspec.structs.replace(index, sidecars=content.sidecars)
 
 
-def with_files(index: Index, plan: GlobalPlan, reports: Mapping[int, WriteReport]) -> Index:
-    """Returns the index of a save that all ranks have written."""
+def with_files(
+    index: Index, plan: GlobalPlan, reports: Mapping[int, WriteReport], disks: tuple[Disk, ...] = ()
+) -> Index:
+    """Returns the index of a save that all ranks have written, on several disks if these are given."""
     _, totals = plan.placement
     for rank, report in reports.items():
         written = sum(row[3] for row in report.files)
         if written != totals[rank]:
             raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
     rows = [row for report in reports.values() for row in report.files]
-    return msgspec.structs.replace(index, files=file_table(rows))
+    return msgspec.structs.replace(index, files=file_table(rows), disks=disks)
 
 
 # publishing, and removing --------------------------------------------------------------------------------------------
 
 
-def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> None:
+def files_on_disk(index: Index, leader: int) -> Sequence[File]:
+    """Returns the shards on the disk of a leader, which are all where there is one disk."""
+    return next((index.disk_files(disk) for disk in index.disks if disk.leader == leader), index.file_list)
+
+
+def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank: int) -> None:
     """Checks that no other program has deleted shards or sidecar files, before the index is published.
 
     An object store is not checked: it has acknowledged each file, and was listed before that.
+
+    Args:
+        rank: this one, a leader where there are several disks: it checks the shards on its own.
 
     Raises:
         CheckpointError: naming the file.
     """
     if store.traits.conditional:
         return
-    for file in index.file_list:
+    files = files_on_disk(index, rank)
+    for file in files:
         if store.traits.in_process and file.name not in sizes:
             raise CheckpointError(
                 store.url,
@@ -566,8 +611,9 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> N
                 found=f"no {file.name} in that of rank 0",
                 hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
             )
-    written = [(file.name, file.header + file.nbytes) for file in index.file_list]
-    written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
+    written = [(file.name, file.header + file.nbytes) for file in files]
+    if rank == 0:  # other leaders write the sidecar files later
+        written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
     for name, nbytes in written:
         if sizes.get(name) != nbytes:
             raise CheckpointError(
@@ -576,6 +622,13 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int]) -> N
                 found="no such file" if name not in sizes else f"{sizes[name]}",
                 hint="Something else deletes or changes files there; find out what, and save again",
             )
+    if prepared_name(index.save_id) in sizes:
+        raise CheckpointError(
+            store.url,
+            expected=f"one of the {len(index.disks)} disks on which the ranks see different files",
+            found="what a rank of another one has just written",
+            hint="The file system shows what other hosts write too late to save there",
+        )
 
 
 def check_still_there(store: Store, index: Index) -> None:
@@ -584,7 +637,7 @@ def check_still_there(store: Store, index: Index) -> None:
     Raises:
         CheckpointError: its files were removed; the index is taken back.
     """
-    if missing := sorted({file.name for file in index.file_list} - store.sizes().keys()):
+    if missing := sorted({file.name for file in files_on_disk(index, 0)} - store.sizes().keys()):
         take_back_index(store, index.save_id)
         raise CheckpointError(
             f"{store.url}/{missing[0]}",
@@ -655,6 +708,16 @@ def with_published_hint(error: Exception) -> Exception:
     return hinted
 
 
+def encoded_timings(info: SaveInfo, reports: Mapping[int, WriteReport], error: str | None, recorder: Recorder) -> bytes:
+    """Returns the timings file: the spans of all ranks, and the error of a save that failed."""
+    # those of rank 0 are in its recorder, with what came after its report
+    reported = (span for rank, report in reports.items() if rank for span in report.timings)
+    names = sorted({report.host for report in reports.values()} - {""})
+    hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
+    spans = (*recorder.spans, *reported)
+    return encode_timings(Timings(info.save_id, info.options.step, info.world, spans, error, hosts))
+
+
 def write_timings(
     store: Store,
     info: SaveInfo,
@@ -664,19 +727,13 @@ def write_timings(
     *,
     again: bool = False,
 ) -> None:
-    """Writes the spans of all ranks, and the error of a save that failed; replaces earlier timings of this save.
+    """Writes the timings, as `encoded_timings`; replaces earlier ones of this save.
 
     Args:
         again: they were written before. In a store that is far, where the caller of the save may go on meanwhile and
             delete the checkpoint, they are then not created anew.
     """
-    # those of rank 0 are in its recorder, with what came after its report
-    reported = (span for rank, report in reports.items() if rank for span in report.timings)
-    names = sorted({report.host for report in reports.values()} - {""})
-    hosts = tuple(Host(name, encode_runs(sorted(r for r, d in reports.items() if d.host == name))) for name in names)
-    spans = (*recorder.spans, *reported)
-    timings = Timings(info.save_id, info.options.step, info.world, spans, error, hosts)
-    name, data = timings_name(info.save_id), encode_timings(timings)
+    name, data = timings_name(info.save_id), encoded_timings(info, reports, error, recorder)
     present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
     store.publish(name, data, replace=present)
 
@@ -690,6 +747,6 @@ def remove_files(store: Store, names: Iterable[str]) -> None:
 def remove_replaced(store: Store, save_id: str) -> None:
     """Deletes the files of a save that was overwritten."""
     found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
-    kinds = ("shard", "sidecar", "progress", "verdict")
+    kinds = ("shard", "sidecar", "progress", "prepared", "verdict")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
     remove_files(store, [*names, timings_name(save_id)])

@@ -373,6 +373,8 @@ def _read_native(checkpoint: Checkpoint) -> Contents:
     """Returns the contents of a checkpoint of ours."""
     checkpoint.check_against_files()
     index = checkpoint.index
+    for disk in index.disks_elsewhere(checkpoint.sizes):
+        checkpoint.shard(index.disk_files(disk)[0])  # raises the error that names the disk
     structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint).leaf)
     return Contents(
         structure,

@@ -6,6 +6,7 @@ The errors of treeckpt are raised as DCP's `CheckpointException`, by every rank 
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
 import warnings
 from collections import OrderedDict
@@ -41,7 +42,8 @@ from .._io.comm.collective import Fault, all_gather, gather_errors
 from .._io.comm.comm import Comm, as_comm, members_of, world_size
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import open_store
-from .._loading.run_load import on_one_version
+from .._loading.disks import LoadingRanks
+from .._loading.run_load import on_one_version, opened
 from .._saving.options import BackgroundOptions
 from .._saving.session import Pending
 from .._threads import call_in_thread
@@ -463,7 +465,8 @@ def load(
 
     Tensors are filled in place, in any layout; values are replaced; stateful objects at the top are given their states.
     Tensors on the meta device are replaced by new ones. Entries of the checkpoint that are not asked for are ignored. A
-    directory that DCP has written is loaded through DCP.
+    directory that DCP has written is loaded through DCP. Ranks give each other what lies on the private disk of one
+    host alone, if they are all ranks of torch.distributed.
 
     >>> state = {"model": model.state_dict(), "step": 0}
     >>> tc.dcp.load(state, checkpoint_id="run/step_00000100", no_dist=True)
@@ -497,14 +500,45 @@ def load(
         _fill(checkpoint, states, comm, partial=partial, allow_pickle=storage.allow_pickle)
 
     with ended_together("load", f"{storage.url} load", comm):
+        across = LoadingRanks(comm, apart=True) if _is_apart(storage.path, comm) else None
         states |= states_of(state_dict)
-        on_one_version(storage.path, fill)
+        on_one_version(storage.path, fill, together=across is not None, across=across)
     # in one order on all ranks, as a `load_state_dict` may communicate
     for key in sorted(states):
         if is_stateful(state_dict[key]):
             state_dict[key].load_state_dict(states[key])
         else:
             state_dict[key] = states[key]
+
+
+class _DiskView(enum.Enum):
+    """What one rank sees of a checkpoint."""
+
+    ONE_DISK = 0
+    """An index that names no disks, or one that cannot be read, which the load says."""
+    SEVERAL_DISKS = 1
+    NO_INDEX = 2
+
+
+def _is_apart(path: Any, comm: Comm) -> bool:
+    """Whether a checkpoint lies on several disks, or is seen by some ranks alone; the same on all ranks."""
+    if comm.size == 1 or members_of(comm) is not None or world_size() != comm.size:
+        return False
+    traits = open_store(path).traits
+    if not traits.has_directory or traits.in_process:
+        return False
+
+    def look() -> _DiskView:
+        try:
+            with opened(path) as checkpoint:
+                return _DiskView.SEVERAL_DISKS if checkpoint.index.disks else _DiskView.ONE_DISK
+        except CheckpointNotFound:
+            return _DiskView.NO_INDEX
+        except TreeckptError:
+            return _DiskView.ONE_DISK
+
+    views = set(all_gather(comm, f"{getattr(path, 'url', path)} disks", look, _DiskView))
+    return _DiskView.SEVERAL_DISKS in views or views == {_DiskView.ONE_DISK, _DiskView.NO_INDEX}
 
 
 def _fill(checkpoint: Checkpoint, states: dict[Any, Any], comm: Comm, *, partial: bool, allow_pickle: bool) -> None:

@@ -32,6 +32,7 @@ from .._io.comm.comm import Comm, as_comm, other_world_error
 from .._io.public_calls import checks_options, takes_no_save
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.open import following
+from .._loading.disks import LoadingRanks
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choice_of, fallback_of, read_of
 from .._loading.overlay import Bank
@@ -210,8 +211,8 @@ def restore(
     )  # fmt: skip
     targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
     run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
-    stored, once = following(source, options.read.follow_links), bool(options.read.once)
-    return on_versions(stored, run, together=once) if is_stored(source) else run(source)
+    stored, ranks = following(source, options.read.follow_links), LoadingRanks(comm) if options.read.once else None
+    return on_versions(stored, run, together=bool(ranks), across=ranks) if is_stored(source) else run(source)
 
 
 def _restore(

@@ -18,8 +18,9 @@ from ..sharding.dtypes import dtype_of
 from ..sharding.int_runs import decode_runs, length_of
 from ..sharding.placements import MeshLayout, held_by, mesh_ranks
 from ..sharding.region import Region, intersect
+from ..text import bytes_text, count_text, ranks_text
 from ..tree.structure import TABLE_KEYS
-from .records import AliasRecord, ArrayRecord, File, Index, Leaf, PerRankArrays, chunks_in, count_chunks
+from .records import AliasRecord, ArrayRecord, Disk, File, Index, Leaf, PerRankArrays, chunks_in, count_chunks
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
@@ -167,6 +168,15 @@ def leaves_in_range(index: Index, file: File, start: int, stop: int) -> list[int
     """Returns the numbers of the leaves in bytes `start:stop` of a file; all its leaves if its header is hit."""
     whole = start < file.header
     return [e.leaf for e in extents_in_file(index, file) if whole or (e.start < stop and e.stop > start)]
+
+
+def disk_text(index: Index, disk: Disk) -> str:
+    """Returns the host of one of the disks of a node-local checkpoint, and what was written there, as text."""
+    files = index.disk_files(disk)
+    leaves = {number for file in files for number in leaves_in_range(index, file, 0, file.header + file.nbytes)}
+    nbytes = bytes_text(sum(file.header + file.nbytes for file in files))
+    what = f"{nbytes} of {count_text(len(leaves), 'leaf', 'leaves')}"
+    return f"the disk of host {visible(disk.host)}, with {ranks_text(disk.ranks)}: {what}"
 
 
 def rank_path(path: str, rank: int) -> str:

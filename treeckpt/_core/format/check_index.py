@@ -50,6 +50,8 @@ FREE_FILES = 1 << 10
 """Files that may be listed whatever files exist."""
 MAX_UNSEEN = 1 << 17
 """Files, or chunks of one array, up to which an index is read without comparing it with the sizes of the files."""
+MAX_HOST = 255
+"""Characters of the name of a host."""
 MAX_ALIAS_RANKS = 1 << 22
 """Ranks of aliases, and of their arrays, that are compared one by one."""
 
@@ -73,6 +75,8 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     if index.sidecars and not are_sound(index.sidecars):
         raise FormatError(name, expected="names, sizes and checksums of sidecar files", found=f"{index.sidecars!r:.80}")
     _check_files(index, name, manifest)
+    if index.disks:
+        _check_disks(index, name)
     for spec in index.specs:
         _check_spec(spec, name)
     for layout in index.layouts:
@@ -118,8 +122,10 @@ def check_against_files(index: Index, sizes: dict[str, int], name: str) -> None:
     Raises:
         CorruptError: it lists more shards, or chunks, than there can be.
     """
-    listed, nbytes = index.listed, sum(sizes.values())
-    if listed.files > max(FREE_FILES, 2 * len(sizes)):
+    # other disks may hold as much as this one, and each of them takes bytes of the index
+    disks = max(len(index.disks), 1)
+    listed, nbytes = index.listed, sum(sizes.values()) * disks
+    if listed.files > max(FREE_FILES, 2 * len(sizes) * disks):
         raise CorruptError(
             name,
             expected=f"{listed.files} shards, as the index says",
@@ -178,6 +184,27 @@ def _check_files(index: Index, name: str, manifest: bool) -> None:
     keys = decode_runs(files.rank) * MAX_WORLD + decode_runs(files.part)
     if (np.diff(keys) <= 0).any():
         raise FormatError(name, expected="files by rank and part, each once", found="others")
+
+
+def _check_disks(index: Index, name: str) -> None:
+    """Refuses disks on which not every rank is once, or which are not in the order of their lowest ranks."""
+    listed = sum(length_of(disk.ranks) for disk in index.disks)
+    # every rank has a file: no more is expanded than the table of files has rows
+    if len(index.disks) < 2 or not listed == index.world <= length_of(index.files.rank):
+        found = f"{count_text(len(index.disks), 'disk')} with {count_text(listed, 'rank')}"
+        raise FormatError(name, expected=f"several disks with all {index.world} ranks and their files", found=found)
+    columns: list[np.ndarray] = []
+    for disk in index.disks:
+        check_runs(disk.ranks, path=name, low=0, high=index.world)
+        columns.append(decode_runs(disk.ranks))
+    leaders = [int(column[0]) if len(column) else -1 for column in columns]
+    rising = all(len(column) and (np.diff(column) > 0).all() for column in columns)
+    ranks = np.sort(np.concatenate(columns))
+    if not rising or leaders != sorted(leaders) or (ranks != np.arange(index.world)).any():
+        expected = "each rank on one disk, and the disks by their lowest ranks"
+        raise FormatError(name, expected=expected, found=f"{index.disks!r:.80}")
+    if any(len(disk.host) > MAX_HOST for disk in index.disks):
+        raise FormatError(name, expected=f"names of hosts of at most {MAX_HOST} characters", found="a longer one")
 
 
 def _check_spec(spec: ArraySpec, name: str) -> None:

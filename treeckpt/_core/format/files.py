@@ -6,6 +6,7 @@
     deleted.<save id>.json, deleted.<save id>.<id>.json
                                                  the save's checkpoint is being deleted; the second one holds the index
                                                  that was taken away
+    prepared.<save id>.json                      the index of a node-local save, until its commit is known on this disk
     deleting.<id>.json, repairing.<id>.json      a process is about to take away or replace the index
     damage.<save id>.json                        what a verification found wrong with the save; removed when it is whole
     lease.<id>.json                              a process is reading; renewed until it ends
@@ -46,6 +47,7 @@ FileKind = Literal[
     "timings",
     "progress",
     "deleted",
+    "prepared",
     "deleting",
     "repairing",
     "verdict",
@@ -57,6 +59,7 @@ FileKind = Literal[
 
 _TIMINGS = re.compile(r"timings\.([0-9a-f]{16})\.json")
 _DELETED = re.compile(r"deleted\.([0-9a-f]{16})(?:\.[0-9a-f]{16})?\.json")
+_PREPARED = re.compile(r"prepared\.([0-9a-f]{16})\.json")
 _OF_PROCESS = re.compile(r"(lease|deleting|repairing)\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
@@ -90,6 +93,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
         return CheckpointFile("deleted", match[1])
     if (progress := parse_progress_name(name)) is not None:
         return CheckpointFile("progress", progress[1])
+    if (match := _PREPARED.fullmatch(name)) is not None:
+        return CheckpointFile("prepared", match[1])
     if (match := _VERDICT.fullmatch(name)) is not None:
         return CheckpointFile("verdict", match[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
@@ -124,6 +129,11 @@ def deleted_name(save_id: str, taken_id: str = "") -> str:
             back.
     """
     return f"deleted.{save_id}.{taken_id}.json" if taken_id else f"deleted.{save_id}.json"
+
+
+def prepared_name(save_id: str) -> str:
+    """Returns the name of the index of a node-local save whose commit another disk decides."""
+    return f"prepared.{save_id}.json"
 
 
 def is_undecided(name: str) -> bool:

@@ -133,9 +133,9 @@ def _too_deep(name: str) -> FormatError:
 
 
 def encode_manifest(index: Index) -> str:
-    """Encodes the manifest, which the coordinator's shard holds: the index without chunks and files."""
+    """Encodes the manifest, which the coordinator's shard holds: the index without chunks, files and disks."""
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable())).decode()
+    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=())).decode()
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:

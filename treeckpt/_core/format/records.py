@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -283,6 +283,24 @@ class File(msgspec.Struct, frozen=True):
     header: int
 
 
+class Disk(msgspec.Struct, frozen=True, array_like=True):
+    """One of several disks that have the same path on different hosts, each with the files of the ranks that saw it.
+
+    Attributes:
+        host: the name of the host of its lowest rank.
+        ranks: the ranks that wrote there, rising, as runs.
+        leader: the lowest rank, which publishes the index there.
+    """
+
+    host: str
+    ranks: Runs
+
+    @property
+    def leader(self) -> int:
+        """The lowest rank."""
+        return value_at(self.ranks, 0)
+
+
 class Leaf(msgspec.Struct, frozen=True, gc=False):
     """A leaf of the index with its path. `ranks` is set under `PerRank`, where the path contains `~rank*`."""
 
@@ -342,6 +360,8 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         metadata: metadata of the user.
         lineage: set for a checkpoint that a manager saved.
         sidecars: files that were saved with it; `treeckpt.read_file` reads one.
+        disks: of a node-local checkpoint, whose shards lie at one path on the private disks of several hosts: the disks
+            in the order of their lowest ranks. Each has the same index and all sidecar files. Empty for any other.
     """
 
     save_id: str
@@ -356,6 +376,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     metadata: dict[str, Value]
     lineage: Lineage | None = None
     sidecars: tuple[Sidecar, ...] = ()
+    disks: tuple[Disk, ...] = ()
 
     @property
     def file_kind(self) -> str:
@@ -467,6 +488,18 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     def files_of(self, rank: int) -> Sequence[File]:
         """Returns the shards of one rank in the order of its stream."""
         return self._files_by_rank.get(rank, ())
+
+    def disk_files(self, disk: Disk) -> list[File]:
+        """Returns the shards that lie on one of the `disks`."""
+        return [file for rank in decode_runs(disk.ranks).tolist() for file in self.files_of(rank)]
+
+    def disk_of(self, rank: int) -> Disk:
+        """Returns the one of the `disks` of a node-local checkpoint on which a rank wrote."""
+        return next(disk for disk in self.disks if rank in decode_runs(disk.ranks))
+
+    def disks_elsewhere(self, present: Container[str]) -> tuple[Disk, ...]:
+        """Returns those of the `disks` of which no shard is among the files with these names."""
+        return tuple(d for d in self.disks if not any(file.name in present for file in self.disk_files(d)))
 
     @cached_property
     def borders(self) -> dict[int, Sequence[int]]:

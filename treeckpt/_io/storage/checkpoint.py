@@ -250,7 +250,8 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
             store.url,
             expected=f"shards of all {index.world} ranks",
             found=f"none of rank {', '.join(map(str, missing[:8]))}",
-            hint="The save never finished, or shards were lost",
+            hint="The save never finished, shards were lost, or they lie on the disks of other hosts: then copy the "
+            "index.json of one of these here",
         )
     written = [(file.name, file.header + file.nbytes) for file in index.file_list]
     written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]

@@ -52,7 +52,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 
@@ -66,6 +66,7 @@ from ..._core.format.files import (
     lock_name,
     parse_file_name,
     parse_progress_name,
+    prepared_name,
     writer_tag,
 )
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
@@ -213,9 +214,11 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
     with hold_lock(store, "repairing") as own:
         names, locks = sizes_and_locks(store, own)
         held = [_who(name, owner) for name, owner in locks.items()]
-        saves = {name: parsed[1] for name in names if (parsed := parse_progress_name(name)) and not parsed[0]}
+        # of a node-local save there may be none of rank 0
+        saves = {name: parsed[1] for name in names if (parsed := parse_progress_name(name))}
         alive = for_each(store, lambda name: _may_be_saving(store, name), list(saves))
-        held += [f"save {save} is under way there" for save, lives in zip(saves.values(), alive, strict=True) if lives]
+        lives = dict.fromkeys(save for save, under_way in zip(saves.values(), alive, strict=True) if under_way)
+        held += [f"save {save} is under way there" for save in lives]
         if held:
             raise CheckpointError(
                 store.url,
@@ -227,7 +230,7 @@ def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
 
 
 def _may_be_saving(store: Store, name: str) -> bool:
-    """Whether the save of a record of rank 0 may still be under way."""
+    """Whether the save of a record may still be under way."""
     try:
         record = read_record(store, name)
     except (TreeckptError, OSError):
@@ -597,6 +600,60 @@ def _decide_all(store: Store, names: Iterable[str]) -> list[str] | None:
         if not decide_deletion(store, name, decided[-1]):
             return None
     return decided if store.traits.renames else []
+
+
+def prepared_saves(names: Iterable[str]) -> list[str]:
+    """Returns the ids of the node-local saves whose prepared index is among these files."""
+    kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
+    return sorted(kind.save_id for kind in kinds if kind.kind == "prepared" and kind.save_id is not None)
+
+
+def publish_prepared(store: Store, save_id: str) -> bool:
+    """Publishes the prepared index of a save, for a caller that knows that it is committed on another disk.
+
+    Returns:
+        False where the index was prepared no more.
+
+    Raises:
+        CheckpointError: as `hold_for_repair`.
+    """
+    with hold_for_repair(store) as names:
+        if (prepared := prepared_name(save_id)) not in names:
+            return False
+        replaced = committed_save_id(store)
+        store.rename(prepared, INDEX_NAME, replace=True)
+        store.sync()
+    if replaced is not None:
+        discard_save(store, replaced)
+    discard_save(store, save_id, kinds=("progress",))
+    return True
+
+
+def discard_save(store: Store, save_id: str, *, kinds: Collection[str] = ()) -> None:
+    """Deletes the files of a save, for a caller that knows that it has ended and is not the one of the index.
+
+    Args:
+        kinds: only files of these kinds; by default all.
+    """
+    owned = [(name, kind) for name in store.sizes() if (kind := parse_file_name(name)) is not None]
+    delete_files(store, [n for n, kind in owned if kind.save_id == save_id and (not kinds or kind.kind in kinds)])
+
+
+def discard_prepared(store: Store, names: Collection[str], save_ids: Iterable[str]) -> list[str]:
+    """Deletes the files of node-local saves that were not committed, or were replaced; returns whose are deleted.
+
+    One that may be under way stays.
+
+    Args:
+        names: the files there.
+    """
+    done: list[str] = []
+    for save_id in save_ids:
+        records = [name for name in names if (parsed := parse_progress_name(name)) and parsed[1] == save_id]
+        if not any(_may_be_saving(store, name) for name in records):
+            discard_save(store, save_id)
+            done.append(save_id)
+    return done
 
 
 def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:

@@ -325,6 +325,7 @@ class ProgressRecorder:
     Args:
         first: the record at the start of the save.
         on_progress: called with the bytes written so far, as often as the record is renewed, from the first block on.
+        at_once: whether `begin` writes the record of a rank other than 0 too.
     """
 
     def __init__(
@@ -333,6 +334,7 @@ class ProgressRecorder:
         first: Progress,
         *,
         on_progress: Callable[[int], object] | None = None,
+        at_once: bool = False,
     ) -> None:
         self._store, self._on_progress = store, on_progress
         self._record = msgspec.structs.replace(first, owner=this_process())
@@ -344,7 +346,7 @@ class ProgressRecorder:
         self._last_ns, self._gap_ns = time.time_ns(), 0
         """The time of the last renewal, and the longest time between two."""
         # a store in this process's memory ends with the process
-        self._is_first = first.rank == 0 and not store.traits.in_process
+        self._is_first = (first.rank == 0 or at_once) and not store.traits.in_process
 
     def begin(self) -> None:
         """Writes the record of rank 0, and starts to renew it. Of the other ranks it is written later.

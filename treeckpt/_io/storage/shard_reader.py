@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..._core.format.byte_map import leaves_in_range
+from ..._core.format.byte_map import disk_text, leaves_in_range
 from ..._core.format.records import File, Index
 from ..._core.format.shard_header import (
     DATA_ALIGNMENT,
@@ -24,7 +24,7 @@ from ..._core.format.shard_header import (
     header_nbytes,
     new_hash,
 )
-from ...errors import CheckpointError, CorruptError
+from ...errors import CheckpointError, CorruptError, StoreError, TreeckptError
 from .memory import aligned_buffer
 from .store import TEXT_PART_NBYTES, Store
 
@@ -118,11 +118,18 @@ def check_missing(store: Store, name: str) -> None:
 
 
 def _checked_size(store: Store, index: Index, file: File, size: int | None, *, whole: bool) -> int:
-    """Returns the size of a shard; raises CorruptError where it is missing, or has another size than the index says."""
+    """Returns the size of a shard.
+
+    Raises:
+        CorruptError: it is missing, or has another size than the index says.
+        StoreError, CheckpointError: of a node-local checkpoint, it is on the disk of another host, or on none.
+    """
     expected = file.header + file.nbytes
     if size is None:
         check_missing(store, file.name)
         where = _leaves_and_file(store, index, file, 0, expected)
+        if (disk := elsewhere(store, index, file)) is not None:
+            raise _elsewhere_error(store, disk, where)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:
         first, last = min(size, expected), max(size, expected)
@@ -134,6 +141,27 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
             hint=_RESTORE,
         )
     return size
+
+
+def elsewhere(store: Store, index: Index, file: File) -> str | None:
+    """Returns the disk of a shard of a node-local checkpoint that is not here, nor any other shard of that disk."""
+    disk = index.disk_of(file.rank) if index.disks else None
+    return None if disk is None or disk not in index.disks_elsewhere(store.sizes()) else disk_text(index, disk)
+
+
+def _elsewhere_error(store: Store, disk: str, where: str) -> TreeckptError:
+    """Returns the error for a shard that is on no disk that is seen here: of ranks that load together, it is lost.
+
+    Args:
+        disk: as from `elsewhere`.
+        where: the file, with the leaves that are in it.
+    """
+    if store.traits.joined:
+        found = f"no rank here sees it: it was written to {disk}"
+        hint = "Bring that host or its disk back, copy its files to a host of these ranks, or take another step"
+        return CheckpointError(where, expected="a shard that one of the ranks that load sees", found=found, hint=hint)
+    hint = "Load on all ranks of all hosts with read=treeckpt.ReadOptions(once=True), or copy its files here"
+    return StoreError(where, expected="a shard on this disk", found=f"it was written to {disk}", hint=hint)
 
 
 def open_shard(

@@ -67,6 +67,8 @@ class StoreTraits(msgspec.Struct, frozen=True):
     """Whether it has a directory of its own, which stays without files and is gone when others remove it."""
     follow_links: bool = False
     """Whether links are followed wherever they lead."""
+    joined: bool = False
+    """Whether it also gives the files that other ranks see, of those that load together."""
 
 
 class DirectoryEntry(msgspec.Struct, frozen=True):
