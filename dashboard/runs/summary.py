@@ -247,8 +247,8 @@ def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
     return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
 
 
-def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
-    """Returns the branches of a run, the newest first: one begins where a save abandons the one before it."""
+def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInfo]]:
+    """Returns the branches of a run, the oldest first: one begins where a save abandons the one before it."""
     recorded = sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0))
     groups: list[list[CheckpointInfo]] = []
     for info in recorded:
@@ -256,7 +256,13 @@ def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
         if before is None or (info.lineage and _holds(info.lineage.abandoned, before)):
             groups.append([])
         groups[-1].append(info)
-    steps = {info.save_id: info.step for info in recorded}
+    return groups
+
+
+def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
+    """Returns rows of the branches of a run, the newest first."""
+    groups = lineage_branches(infos)
+    steps = {info.save_id: info.step for group in groups for info in group}
     return [
         LineageBranch(
             first=group[0].step or 0,

@@ -132,11 +132,14 @@ function wholeNumbers(low, high, step) {
 
 /**
  * What a chart shows. `stacked` lines are sums, the largest first, filled down to zero; `max` is the end of the axis,
- * which begins at zero unless `free` or `log`.
- * @typedef {{ label: string, colour: string, values: (number | null)[], dash?: boolean }} Line
+ * which begins at zero unless `free` or `log`. With `time` the steps are Unix times in seconds. A `faint` line stands
+ * behind the others.
+ * @typedef {{
+ *   label: string, colour: string, values: (number | null | undefined)[], dash?: boolean, faint?: boolean,
+ * }} Line
  * @typedef {{
  *   steps: number[], lines: Line[], text: (n: number) => string, stacked?: boolean, max?: number, free?: boolean,
- *   log?: boolean, low: number | null, high: number | null,
+ *   log?: boolean, time?: boolean, low: number | null, high: number | null,
  * }} Shown
  */
 
@@ -174,12 +177,13 @@ const marked = (/** @type {number[]} */ ticks) => {
 
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
-  const paint = () => colour(line.colour);
+  const paint = () => colour(line.faint ? "--dim" : line.colour);
   return {
     label: line.label,
     stroke: paint,
     fill: stacked ? paint : undefined,
-    width: stacked ? 0 : 2,
+    width: stacked ? 0 : line.faint ? 1 : 2,
+    alpha: line.faint ? 0.6 : 1,
     dash: line.dash ? [7, 5] : [],
     points: { show: !stacked && steps.length < 60, size: 6, fill: paint },
   };
@@ -190,14 +194,15 @@ function createLines(holder, height, shown, asked) {
   const axis = axisStyle();
   // values that are not positive have no place on a logarithmic axis
   const values = shown.lines.map((line) =>
-    shown.log ? line.values.map((n) => (n !== null && n > 0 ? n : null)) : line.values,
+    shown.log ? line.values.map((n) => (typeof n === "number" && n <= 0 ? null : n)) : line.values,
   );
   const plot = new uPlot(
     {
       width: holder.clientWidth,
       height,
+      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       scales: {
-        x: { time: false, range: (_, low, high) => [shown.low ?? low ?? 0, shown.high ?? high ?? 1] },
+        x: { time: shown.time ?? false, range: (_, low, high) => [shown.low ?? low ?? 0, shown.high ?? high ?? 1] },
         y: { distr: shown.log ? 3 : 1, range: (_, low, top) => ends(shown, low, top) },
       },
       legend: { show: false },
@@ -209,7 +214,9 @@ function createLines(holder, height, shown, asked) {
         bind: { dblclick: () => () => asked.zoom(null, null) },
       },
       axes: [
-        { ...axis, size: 30, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
+        shown.time
+          ? { ...axis, size: 46, label: "UTC", labelSize: 14 }
+          : { ...axis, size: 30, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
         {
           ...axis,
           size: 74,

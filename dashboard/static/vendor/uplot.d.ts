@@ -1,6 +1,7 @@
 /** The part of uPlot that the charts use, for the type checker. */
 declare class uPlot {
-  constructor(options: uPlot.Options, data: (number | null)[][], holder: HTMLElement);
+  constructor(options: uPlot.Options, data: (number | null | undefined)[][], holder: HTMLElement);
+  static tzDate(date: Date, zone: string): Date;
   static paths: { bars(options: object): unknown };
   readonly ctx: CanvasRenderingContext2D;
   readonly bbox: { left: number; top: number; width: number; height: number };
@@ -34,6 +35,7 @@ declare namespace uPlot {
   interface Options {
     width: number;
     height: number;
+    tzDate?: (seconds: number) => Date;
     scales: Record<string, Scale>;
     axes: Axis[];
     series: object[];
