@@ -29,6 +29,7 @@ const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 
 const run = find("#trends").dataset.run;
 const readout = find("#trends-text");
+const factor = (/** @type {number} */ n) => `${n.toFixed(2)}×`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
@@ -60,7 +61,7 @@ function contents(data, { dataset }) {
     case "nbytes":
       return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText };
     case "dedupe":
-      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: (/** @type {number} */ n) => `${n.toFixed(2)}×` };
+      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: factor };
     default:
       return {
         lines: [line("duration", data.seconds, "--c0"), line("training blocked", data.blocked, "--c5", true)],
@@ -164,7 +165,11 @@ function drawLines(data) {
     order = ordered(data);
     const steps = order.map((n) => places(data)[n] ?? 0);
     const shown = { steps, log: view.log, time: view.time, ...shownRange(data) };
-    draws.forEach((draw, n) => draw({ ...charts[n], ...shown, lines: byBranch(data, order, charts[n].lines) }));
+    draws.forEach((draw, n) => {
+      const { words, lines } = charts[n];
+      const marks = words && order.map((at) => (typeof words[at] === "string" ? words[at] : null));
+      draw({ ...charts[n], ...shown, marks, lines: byBranch(data, order, lines) });
+    });
   };
 }
 

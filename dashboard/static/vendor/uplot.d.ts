@@ -24,7 +24,7 @@ declare namespace uPlot {
   interface Axis {
     splits?: (u: uPlot, axis: number, low: number, high: number, step: number) => number[];
     filter?: (u: uPlot, splits: number[]) => (number | null)[];
-    values?: (u: uPlot, splits: number[]) => string[];
+    values?: (u: uPlot, splits: number[], axis: number, space: number, step: number) => string[];
     [style: string]: unknown;
   }
   interface Scale {
