@@ -346,8 +346,8 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
 
 
 def with_verification(info: CheckpointInfo, folder: Store, known: VerificationStore) -> CheckpointInfo:
-    """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
-    if info.status != "complete":
+    """Returns the same with what is known of the bytes of a checkpoint in a folder; a corrupt one may have an index."""
+    if info.status not in ("complete", "corrupt") or info.save_id is None:
         return info
     return msgspec.structs.replace(info, verification=known.find(folder, info.save_id, beside=info.found_damaged))
 
