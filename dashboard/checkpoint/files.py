@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from treeckpt._io.os_errors import shows_damage
 from treeckpt._io.storage.checkpoint import Checkpoint, read_sidecar
 from treeckpt._io.storage.shard_reader import verify_shard
 from treeckpt._io.storage.store import Store
+from treeckpt._runs.verification import MAX_PROBLEMS
 from treeckpt.errors import LayoutError, TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start, shorten
@@ -34,6 +36,10 @@ MAX_SHOWN = 256 << 10
 """Bytes of a file that are shown."""
 
 
+FileState = Literal["verified", "not verified", "damaged", "missing", "cut short", "unread"]
+"""missing and cut short by the listing of the directory; unread: the last verification could not read all of it."""
+
+
 class FileRow(msgspec.Struct, frozen=True):
     """One shard."""
 
@@ -45,8 +51,9 @@ class FileRow(msgspec.Struct, frozen=True):
     header: int
     share: float
     """Its bytes as a share of the largest shard's."""
+    state: FileState = "not verified"
     problem: str | None = None
-    """What the last verification found in it."""
+    """What the last verification found in it, or the listing of the directory."""
 
 
 class FilesPage(msgspec.Struct, frozen=True):
@@ -120,11 +127,39 @@ class BalancePage(msgspec.Struct, frozen=True):
     mean: float
 
 
-def _file_row(number: int, file: File, largest: int, checkpoint: CheckpointRow) -> FileRow:
-    share = file.nbytes / largest if largest else 0.0
-    problems = checkpoint.verification.problems if checkpoint.verification is not None else []
-    problem = next((one.text for one in problems if one.file == file.name), None)
-    return filled(FileRow, file, number=number, share=share, problem=problem)
+def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
+    """Returns the rows of the shards with these numbers."""
+    files = tree.index.file_list
+    largest = max((file.nbytes for file in files), default=0)
+    sizes, found = tree.checkpoint.folder.sizes(), tree.row.verification
+    damaged = {part.file: part.text for part in reversed(found.problems)} if found is not None else {}
+    unread = {part.file: part.text for part in reversed(found.unread)} if found is not None else {}
+    # of very many problems only the first are kept
+    all_known = (
+        found is not None
+        and not found.changed
+        and found.total <= len(found.problems)
+        and len(found.unread) < MAX_PROBLEMS
+    )
+    rows: list[FileRow] = []
+    for number in numbers:
+        file = files[number]
+        state: FileState = "not verified"
+        problem = damaged.get(visible(file.name))
+        size, wanted = sizes.get(file.name), file.header + file.nbytes
+        if size is None or size < wanted:
+            state = "missing" if size is None else "cut short"
+            problem = f"there is no such file in {tree.row.name}" if size is None else f"{size} of {wanted} bytes"
+        elif problem is not None:
+            state = "damaged"
+        elif (text := unread.get(visible(file.name))) is not None:
+            state, problem = "unread", text
+        elif found is not None and all_known and (found.complete or found.unread):
+            # every shard was compared: those that no problem names are intact
+            state = "verified"
+        share = file.nbytes / largest if largest else 0.0
+        rows.append(filled(FileRow, file, number=number, share=share, state=state, problem=problem))
+    return rows
 
 
 def _rank_nbytes(files: Sequence[File]) -> tuple[dict[int, int], float]:
@@ -140,8 +175,6 @@ def files_page(tree: OwnTree, start: int = 0) -> FilesPage:
     files = tree.index.file_list
     by_rank, mean = _rank_nbytes(files)
     most = max(by_rank, key=lambda rank: (by_rank[rank], -rank), default=None)
-    largest = max((file.nbytes for file in files), default=0)
-    rows = [_file_row(n, file, largest, tree.row) for n, file in enumerate(files[start : start + PAGE_ROWS], start)]
     return FilesPage(
         checkpoint=tree.row,
         total=len(files),
@@ -151,7 +184,7 @@ def files_page(tree: OwnTree, start: int = 0) -> FilesPage:
         mean=mean,
         imbalance=by_rank[most] / mean if most is not None and mean else 1.0,
         largest_rank=most,
-        rows=rows,
+        rows=_file_rows(tree, range(start, min(start + PAGE_ROWS, len(files)))),
         sidecars=list(tree.index.sidecars),
     )
 
@@ -183,8 +216,8 @@ def file_page(tree: OwnTree, number: int, start: int = 0) -> FilePage:
         for e in extents[start : start + PAGE_ROWS]
     ]
     following = next_start(start, len(extents))
-    largest = max(f.nbytes for f in index.file_list)
-    return FilePage(tree.row, _file_row(number, file, largest, tree.row), len(extents), start, following, rows)
+    [row] = _file_rows(tree, range(number, number + 1))
+    return FilePage(tree.row, row, len(extents), start, following, rows)
 
 
 def strip_page(tree: OwnTree, number: int) -> StripPage:

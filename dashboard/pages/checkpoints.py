@@ -109,6 +109,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """When that save last wrote something."""
     waits_for: str | None = None
     """What that save waits for, as a sentence; of a save that was killed, that it was."""
+    unhealthy: str = ""
+    """What is no finite number in it, as far as known."""
     abandoned: bool = False
     """Whether it is on an abandoned branch: the newest checkpoint does not descend from it."""
     follows: str | None = None
@@ -181,6 +183,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
+        unhealthy=info.unhealthy,
         readable=info.leaves is not None,
         pinned=info.pinned,
         abandoned=info.abandoned,

@@ -23,6 +23,7 @@ from .summary import (
     ResumePanel,
     RunSummary,
     SavePace,
+    choice_of,
     condition_of,
     metric_value,
     policies_of,
@@ -60,7 +61,7 @@ class RunPart(msgspec.Struct, frozen=True):
     state: Status | None
     """The status of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
     good: CheckpointRow | None
-    """The newest checkpoint that is complete, not damaged as far as known, and on no abandoned branch."""
+    """The newest good checkpoint, as in `ResumePanel`."""
     pace: SavePace
     metric: str | None
     """The metric that stands for the run: its loss, or the first of `metrics`."""
@@ -122,6 +123,8 @@ class ListQuery(msgspec.Struct, frozen=True):
     status: StatusFilter = ""
     q: str = ""
     """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
+    best: str = ""
+    """The metric and direction by which a checkpoint is the best, as `loss:min`; empty takes those of a policy."""
     keep: str | None = None
     """Policies, as in `treeckpt.policy`; None takes those that the dashboard was given."""
 
@@ -173,13 +176,13 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
     """
     run, query = library.run(run_id), query or ListQuery()
     part, summary = _run_part(library, run, query, PAGE_ROWS)
-    return RunPage(part, resume_panel(library, run, summary.resume))
+    return RunPage(part, resume_panel(library, run, summary.resume, query.best))
 
 
 def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
     listed, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
-    summary = summarize_run(run, listed, policies)
+    summary = summarize_run(run, listed, policies, choice_of(query.best))
     state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
     select = partial(_select, status=query.status, q=query.q, sort=query.sort)

@@ -24,6 +24,9 @@ router = PageRouter(
     sort=Query(
         pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
     ),
+    best=Query(
+        max_length=500, description="the metric by which a checkpoint is the best, as `loss:min` or `accuracy:max`"
+    ),
     keep=Query(max_length=1000, description="policies, as `last:3 every:1000 best:loss:min:2`"),
 )
 NAME = Query(max_length=500, description="words of the name, the path or the state of a run")
@@ -74,10 +77,11 @@ def get_run(
     status: StatusFilter = "",
     q: str = "",
     keep: str | None = None,
+    best: str = "",
 ) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     _check_tag(request, library, [library.run(run_id)])
-    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, keep))
+    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, best, keep))
 
 
 def show_metrics(library: Library) -> PlainTextResponse:

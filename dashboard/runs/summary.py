@@ -17,6 +17,7 @@ import msgspec
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, id_of, mark_of, step_info
+from treeckpt.errors import visible
 from treeckpt.policy import Best, Policy, kept, parse_keep
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
@@ -46,6 +47,8 @@ INTERVALS = 50
 """The newest intervals of which the median is the usual one."""
 MAX_BRANCHES = 100
 """Branches of a run that are listed."""
+MAX_PASSED_OVER = 5
+"""Checkpoints that are listed as passed over."""
 DURATIONS = 40
 """Saves of a run whose durations are drawn as a line."""
 
@@ -148,13 +151,28 @@ class ResumePanel(msgspec.Struct, frozen=True):
     """What a run can be resumed from, and what it was resumed from."""
 
     newest: ResumePoint | None
-    """The newest checkpoint that is complete, not known to be damaged, and on no abandoned branch."""
+    """The newest good checkpoint: complete, intact and healthy as far as known, and on no abandoned branch."""
     best: ResumePoint | None
-    """The one with the best metric among the complete, intact checkpoints of branches that were not abandoned."""
+    """The good one with the best metric, by the run's policy or by the choice of the user; None without either."""
     verified: ResumePoint | None
-    """The newest complete, intact checkpoint of branches that were not abandoned whose bytes were verified."""
+    """The newest good one whose bytes were verified."""
+    passed_over: list[PassedOver]
+    """The checkpoints that are newer than the newest good one, and why they are none; the newest first."""
+    passed_over_more: int
+    """How many more there are."""
+    chosen: str
+    """The user's choice of a metric and direction, as `loss:min`."""
     branches: list[LineageBranch]
     """The newest first. One, unless the run went back to an earlier step."""
+
+
+class PassedOver(msgspec.Struct, frozen=True):
+    """A checkpoint that is not resumed from."""
+
+    id: str
+    name: str
+    step: int | None
+    reason: str
 
 
 class SavePace(msgspec.Struct, frozen=True):
@@ -181,23 +199,30 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     rating: Best | None
     """The policy by which the best is chosen."""
     verified: tuple[str, CheckpointInfo] | None
+    passed_over: tuple[PassedOver, ...]
     interval: float | None
     branches: tuple[LineageBranch, ...]
 
 
-def resume_facts(listed: Listed, policies: Sequence[Policy], metrics: Sequence[str]) -> ResumeFacts:
+def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None = None) -> ResumeFacts:
     """Returns what can be resumed from.
 
-    The best is that by the first policy for a metric, else that with the lowest loss, or first of `metrics`.
+    The best is that by the user's choice, else by the first policy for a metric. Without either there is none: of a
+    metric alone it is not known whether more is better.
 
     Args:
         listed: of a run, newest first.
-        metrics: the metrics that have columns.
+        chosen: what the user has chosen.
     """
-    good = [pair for pair in listed if status_of(pair[1]) in ("committed", "verified") and not pair[1].abandoned]
-    rating = next((one for one in policies if isinstance(one, Best)), None)
-    if rating is None and (name := first_metric(metrics)) is not None:
-        rating = Best(name)
+    passed_over: list[PassedOver] = []
+    good: Listed = []
+    for checkpoint_id, info in listed:
+        reason = _why_not_good(info)
+        if not reason:
+            good.append((checkpoint_id, info))
+        elif not good and reason != _NO_CHECKPOINT:
+            passed_over.append(PassedOver(checkpoint_id, visible(info.name), info.step, reason))
+    rating = chosen or next((one for one in policies if isinstance(one, Best)), None)
     best = None
     if rating is not None and (rated := [pair for pair in good if metric_value(pair[1], rating.metric) is not None]):
         pick = min if rating.mode == "min" else max
@@ -208,9 +233,22 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], metrics: Sequence[s
         best=best,
         rating=rating if best is not None else None,
         verified=next((pair for pair in good if status_of(pair[1]) == "verified"), None),
+        passed_over=tuple(passed_over),
         interval=_usual_interval(infos),
         branches=tuple(_lineage(infos)),
     )
+
+
+_NO_CHECKPOINT = "no checkpoint"
+
+
+def _why_not_good(info: CheckpointInfo) -> str:
+    """Returns why a run is not resumed from a directory; empty for a good checkpoint."""
+    status = status_of(info)
+    if status not in ("committed", "verified"):
+        known = status in ("damaged", "partial", "unread")
+        return f"{status}: {info.problem}" if known and info.problem else status if known else _NO_CHECKPOINT
+    return "it is on an abandoned branch" if info.abandoned else info.unhealthy
 
 
 def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
@@ -246,8 +284,8 @@ def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
     return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
 
 
-def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
-    """Returns the branches of a run, the newest first: one begins where a save abandons the one before it."""
+def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInfo]]:
+    """Returns the branches of a run, the oldest first: one begins where a save abandons the one before it."""
     recorded = sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0))
     groups: list[list[CheckpointInfo]] = []
     for info in recorded:
@@ -255,7 +293,13 @@ def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
         if before is None or (info.lineage and _holds(info.lineage.abandoned, before)):
             groups.append([])
         groups[-1].append(info)
-    steps = {info.save_id: info.step for info in recorded}
+    return groups
+
+
+def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
+    """Returns rows of the branches of a run, the newest first."""
+    groups = lineage_branches(infos)
+    steps = {info.save_id: info.step for group in groups for info in group}
     return [
         LineageBranch(
             first=group[0].step or 0,
@@ -274,8 +318,8 @@ def _holds(ranges: SequenceRanges, number: int) -> bool:
     return any(first <= number <= last for first, last in ranges)
 
 
-def resume_panel(library: Library, run: Run, facts: ResumeFacts) -> ResumePanel:
-    """Returns the panel of a run."""
+def resume_panel(library: Library, run: Run, facts: ResumeFacts, chosen: str) -> ResumePanel:
+    """Returns the panel of a run; `chosen` is the user's choice of the best."""
 
     def point(pair: tuple[str, CheckpointInfo] | None, rating: Best | None = None) -> ResumePoint | None:
         if pair is None:
@@ -286,11 +330,19 @@ def resume_panel(library: Library, run: Run, facts: ResumeFacts) -> ResumePanel:
             mode=rating.mode if rating else None,
             value=json_number(info.metrics[rating.metric]) if rating else None,
             checkpoint=checkpoint_row(checkpoint_id, run, info),
-            snippets=_snippets(library, run, info, newest=pair is facts.newest),
+            snippets=_snippets(library, run, info, newest=pair is facts.newest and not facts.passed_over),
         )
 
     best = point(facts.best, facts.rating)
-    return ResumePanel(point(facts.newest), best, point(facts.verified), list(facts.branches))
+    return ResumePanel(
+        newest=point(facts.newest),
+        best=best,
+        verified=point(facts.verified),
+        passed_over=list(facts.passed_over[:MAX_PASSED_OVER]),
+        passed_over_more=max(0, len(facts.passed_over) - MAX_PASSED_OVER),
+        chosen=chosen,
+        branches=list(facts.branches),
+    )
 
 
 def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool) -> ResumeSnippets:
@@ -325,6 +377,19 @@ def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
         KeepError: `keep` is not valid.
     """
     return library.policies if keep is None else parse_keep(keep)
+
+
+def choice_of(text: str) -> Best | None:
+    """Returns the metric and direction that a user has chosen, given as `loss:min`; None of an empty text.
+
+    Raises:
+        KeepError: it is not of this form.
+    """
+    if not text:
+        return None
+    [policy] = parse_keep(f"best:{text}")
+    assert isinstance(policy, Best), "the text begins so"
+    return policy
 
 
 def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
@@ -367,16 +432,16 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 @lru_cache(512)
-def _last_summary(run_id: str, policies: tuple[Policy, ...]) -> LastResult[Listed, RunSummary]:
+def _last_summary(run_id: str, policies: tuple[Policy, ...], chosen: Best | None) -> LastResult[Listed, RunSummary]:
     return LastResult()
 
 
-def summarize_run(run: Run, listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
+def summarize_run(run: Run, listed: Listed, policies: tuple[Policy, ...], chosen: Best | None = None) -> RunSummary:
     """Returns the summary of the checkpoints of a run, as `Library.checkpoints` lists them; computed once a list."""
-    return _last_summary(run.id, policies).of(listed, lambda found: _summarize(found, policies))
+    return _last_summary(run.id, policies, chosen).of(listed, lambda found: _summarize(found, policies, chosen))
 
 
-def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
+def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None) -> RunSummary:
     infos = [info for _, info in listed]
     statuses = Counter[str](map(status_of, infos))
     saves = Counter(save.state for info in infos for save in info.saving)
@@ -404,7 +469,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...]) -> RunSummary:
         value=next(values, None),
         # The list of checkpoints begins with the newest, the line that is drawn with the oldest.
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
-        resume=resume_facts(listed, policies, metrics),
+        resume=resume_facts(listed, policies, chosen),
     )
 
 

@@ -132,11 +132,14 @@ function wholeNumbers(low, high, step) {
 
 /**
  * What a chart shows. `stacked` lines are sums, the largest first, filled down to zero; `max` is the end of the axis,
- * which begins at zero unless `free` or `log`.
- * @typedef {{ label: string, colour: string, values: (number | null)[], dash?: boolean }} Line
+ * which begins at zero unless `free` or `log`. With `time` the steps are Unix times in seconds. A `faint` line stands
+ * behind the others. `marks` are the values that are no finite numbers, by save.
+ * @typedef {{
+ *   label: string, colour: string, values: (number | null | undefined)[], dash?: boolean, faint?: boolean,
+ * }} Line
  * @typedef {{
  *   steps: number[], lines: Line[], text: (n: number) => string, stacked?: boolean, max?: number, free?: boolean,
- *   log?: boolean, low: number | null, high: number | null,
+ *   log?: boolean, time?: boolean, marks?: (string | null)[], low: number | null, high: number | null,
  * }} Shown
  */
 
@@ -172,14 +175,52 @@ const marked = (/** @type {number[]} */ ticks) => {
   });
 };
 
+/**
+ * The texts of an axis of time: the clock, and the date where it changes or where a day is the smallest step.
+ * @param {uPlot} _ @param {number[]} places @param {number} __ @param {number} ___ @param {number} step in seconds
+ */
+function timeTexts(_, places, __, ___, step) {
+  return places.map((place, n) => {
+    const [date, clock] = new Date(place * 1000).toISOString().slice(0, 19).split("T");
+    const before = n ? new Date(places[n - 1] * 1000).toISOString().slice(0, 10) : "";
+    if (step >= 86_400) return date;
+    const text = step >= 60 ? clock.slice(0, 5) : clock;
+    return date === before ? text : `${text}\n${date}`;
+  });
+}
+
+/** Marks the saves whose value is no finite number at the bottom of a chart. @param {uPlot} u @param {Shown} shown */
+function drawMarks(u, { steps, marks }) {
+  u.ctx.save();
+  u.ctx.fillStyle = u.ctx.strokeStyle = colour("--gap");
+  u.ctx.textAlign = "center";
+  const [bottom, size] = [u.bbox.top + u.bbox.height, 4 * devicePixelRatio];
+  let free = -Infinity;
+  marks?.forEach((mark, n) => {
+    const x = u.valToPos(steps[n], "x", true);
+    if (!mark || x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
+    u.ctx.beginPath();
+    for (const side of [-1, 1]) {
+      u.ctx.moveTo(x - size, bottom - side * size - size);
+      u.ctx.lineTo(x + size, bottom + side * size - size);
+    }
+    u.ctx.stroke();
+    if (x < free) return;
+    u.ctx.fillText(mark, x, bottom - 4 * size);
+    free = x + u.ctx.measureText(mark).width + 4 * size;
+  });
+  u.ctx.restore();
+}
+
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
-  const paint = () => colour(line.colour);
+  const paint = () => colour(line.faint ? "--dim" : line.colour);
   return {
     label: line.label,
     stroke: paint,
     fill: stacked ? paint : undefined,
-    width: stacked ? 0 : 2,
+    width: stacked ? 0 : line.faint ? 1 : 2,
+    alpha: line.faint ? 0.6 : 1,
     dash: line.dash ? [7, 5] : [],
     points: { show: !stacked && steps.length < 60, size: 6, fill: paint },
   };
@@ -190,14 +231,15 @@ function createLines(holder, height, shown, asked) {
   const axis = axisStyle();
   // values that are not positive have no place on a logarithmic axis
   const values = shown.lines.map((line) =>
-    shown.log ? line.values.map((n) => (n !== null && n > 0 ? n : null)) : line.values,
+    shown.log ? line.values.map((n) => (typeof n === "number" && n <= 0 ? null : n)) : line.values,
   );
   const plot = new uPlot(
     {
       width: holder.clientWidth,
       height,
+      tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC"),
       scales: {
-        x: { time: false, range: (_, low, high) => [shown.low ?? low ?? 0, shown.high ?? high ?? 1] },
+        x: { time: shown.time ?? false, range: (_, low, high) => [shown.low ?? low ?? 0, shown.high ?? high ?? 1] },
         y: { distr: shown.log ? 3 : 1, range: (_, low, top) => ends(shown, low, top) },
       },
       legend: { show: false },
@@ -209,7 +251,9 @@ function createLines(holder, height, shown, asked) {
         bind: { dblclick: () => () => asked.zoom(null, null) },
       },
       axes: [
-        { ...axis, size: 30, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
+        shown.time
+          ? { ...axis, size: 46, label: "UTC", labelSize: 14, space: 90, values: timeTexts }
+          : { ...axis, size: 30, values: (_, steps) => steps.map((n) => (Number.isInteger(n) ? numberText(n) : "")) },
         {
           ...axis,
           size: 74,
@@ -219,6 +263,7 @@ function createLines(holder, height, shown, asked) {
       ],
       series: [{ label: "step" }, ...shown.lines.map((line) => seriesOf(shown, line))],
       hooks: {
+        draw: [(u) => drawMarks(u, shown)],
         setCursor: [(u) => asked.tell(u.cursor.idx ?? null)],
         setSelect: [
           (u) => {

@@ -7,12 +7,14 @@ import { nameLines, stepChart } from "./plots.js";
 
 /**
  * @typedef {{
- *   ids: string[], step: number[], seconds: (number | null)[], blocked: (number | null)[], nbytes: number[],
+ *   ids: string[], step: number[], created: (number | null)[], branch: number[], seconds: (number | null)[],
+ *   blocked: (number | null)[], nbytes: number[],
  *   rate: (number | null)[], dedupe: (number | null)[], metrics: Record<string, (number | string | null)[]>,
  *   scan: { complete: boolean },
  * }} Trends
  * @typedef {{
- *   saves: number, ids: string[], step: number[], longest: number[], first: number[], last: number[],
+ *   saves: number, ids: string[], step: number[], created: (number | null)[], longest: number[], first: number[],
+ *   last: number[],
  *   counts: number[], seconds: number[], phases: string[], stack: number[][], block: number, world: number,
  *   unit: number, work: number[][], times: number[][],
  * }} Bins
@@ -27,12 +29,17 @@ const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
 
 const run = find("#trends").dataset.run;
 const readout = find("#trends-text");
-const percent = (/** @type {number} */ n) => `${Math.round(n * 100)} %`;
+const factor = (/** @type {number} */ n) => `${n.toFixed(2)}×`;
 const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
-/** The steps that are shown, null for all, and how their values are drawn. */
-const view = { low: numberOf("low"), high: numberOf("high"), log: recalled("axis") === "log" };
+/** The steps that are shown, null for all, how their values are drawn, and whether by the time of saving. */
+const view = {
+  low: numberOf("low"),
+  high: numberOf("high"),
+  log: recalled("axis") === "log",
+  time: recalled("by") === "time",
+};
 
 const open = (/** @type {string} */ id) => {
   location.href = `${base}checkpoints/${id}/timing`;
@@ -54,7 +61,7 @@ function contents(data, { dataset }) {
     case "nbytes":
       return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText };
     case "dedupe":
-      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: percent, max: 1 };
+      return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: factor };
     default:
       return {
         lines: [line("duration", data.seconds, "--c0"), line("training blocked", data.blocked, "--c5", true)],
@@ -73,10 +80,67 @@ function textOf(data, charts, at) {
   const parts = charts.flatMap(({ lines, words, text }) =>
     lines.map(({ label, values }) => {
       const n = words ? words[at] : values[at]; // a word where it is no finite number
-      return n === null ? null : `${label} ${typeof n === "string" ? n : text(n)}`;
+      return n === null || n === undefined ? null : `${label} ${typeof n === "string" ? n : text(n)}`;
     }),
   );
-  return `step ${numberText(data.step[at])} · ${parts.filter((part) => part !== null).join(" · ")}`;
+  const branch = data.branch[at] ? ["abandoned branch"] : [];
+  const saved = data.created[at] === null ? [] : [clockText(data.created[at] ?? 0)];
+  const step = `step ${numberText(data.step[at])}`;
+  return [step, ...branch, ...saved, ...parts.filter((part) => part !== null)].join(" · ");
+}
+
+/** A Unix time to the second. @param {number} seconds */
+const clockText = (seconds) => `${new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC`;
+
+/**
+ * Where each save is on the horizontal axis, null for one whose time is not known.
+ * @param {{ step: number[], created: (number | null)[] }} saves
+ */
+const places = ({ step, created }) => (view.time ? created : step);
+
+/**
+ * The saves that have a place, from left to right. Charts take no two orders: of one place those of abandoned branches
+ * come first.
+ * @param {Trends} data
+ */
+function ordered(data) {
+  const at = places(data);
+  return data.ids
+    .map((_, n) => n)
+    .filter((n) => at[n] !== null)
+    .sort((a, b) => (at[a] ?? 0) - (at[b] ?? 0) || data.branch[b] - data.branch[a]);
+}
+
+/**
+ * The ends of the axis where the steps of a range are shown.
+ * @param {{ step: number[], created: (number | null)[] }} saves
+ */
+function shownRange(saves) {
+  if (!view.time || (view.low === null && view.high === null)) return { low: view.low, high: view.high };
+  const inside = saves.created.filter(
+    (_, n) => saves.step[n] >= (view.low ?? -Infinity) && saves.step[n] <= (view.high ?? Infinity),
+  );
+  const times = /** @type {number[]} */ (inside.filter((time) => time !== null));
+  return times.length ? { low: Math.min(...times), high: Math.max(...times) } : { low: null, high: null };
+}
+
+/** The number of abandoned branches that are drawn. */
+const BRANCHES = 8;
+
+/**
+ * A line of the present branch, and one for each abandoned one. Between its saves a line goes on: `undefined` is no
+ * save of it, and null one without the value.
+ * @param {Trends} data @param {number[]} order @param {Line[]} lines @returns {Line[]}
+ */
+function byBranch(data, order, lines) {
+  const branches = Math.min(BRANCHES, data.branch.reduce((most, n) => Math.max(most, n), 0));
+  return lines.flatMap((line) =>
+    Array.from({ length: branches + 1 }, (_, n) => branches - n).map((branch) => ({
+      ...line,
+      faint: branch > 0,
+      values: order.map((n) => (data.branch[n] === branch ? line.values[n] : undefined)),
+    })),
+  );
 }
 
 /** Draws the charts of all saves. Returns what draws them again. @param {Trends} data */
@@ -85,16 +149,28 @@ function drawLines(data) {
   const charts = holders.map((holder) => contents(data, holder));
   const draws = holders.map((holder) =>
     stepChart(holder, 210, {
-      open: (at) => open(data.ids[at]),
+      open: (at) => open(data.ids[order[at]]),
       tell: (at) => {
-        readout.textContent = at === null ? "\u00a0" : textOf(data, charts, at);
+        readout.textContent = at === null ? "\u00a0" : textOf(data, charts, order[at]);
       },
-      zoom,
+      zoom: zoomTo(data),
     }),
   );
+  /** @type {number[]} */
+  let order = [];
   const list = holders[0].parentElement?.querySelector("ul");
-  if (list) nameLines(list, charts[0].lines);
-  return () => draws.forEach((draw, n) => draw({ steps: data.step, ...charts[n], ...view }));
+  const abandoned = data.branch.some((n) => n > 0) ? [{ label: "abandoned branches", colour: "--dim" }] : [];
+  if (list) nameLines(list, [...charts[0].lines, ...abandoned]);
+  return () => {
+    order = ordered(data);
+    const steps = order.map((n) => places(data)[n] ?? 0);
+    const shown = { steps, log: view.log, time: view.time, ...shownRange(data) };
+    draws.forEach((draw, n) => {
+      const { words, lines } = charts[n];
+      const marks = words && order.map((at) => (typeof words[at] === "string" ? words[at] : null));
+      draw({ ...charts[n], ...shown, marks, lines: byBranch(data, order, lines) });
+    });
+  };
 }
 
 /** The sums of each phase and those below it, the largest first. @param {Bins} bins @returns {Line[]} */
@@ -118,13 +194,15 @@ function phaseChart() {
     tell: (at) => {
       text.textContent = at === null || !bins ? "\u00a0" : phasesText(bins, at);
     },
-    zoom,
+    zoom: (low, high) => bins && zoomTo(bins)(low, high),
   });
   return (shown) => {
     bins = shown;
     const apart = bins.phases.map((label, n) => ({ label, colour: PHASES[n], values: shown.stack[n] }));
     const lines = view.log ? apart : sums(bins);
-    draw({ steps: bins.step, lines, text: secondsText, stacked: !view.log, ...view });
+    const steps = places(bins).map((place) => place ?? 0);
+    const { log, time } = view;
+    draw({ steps, lines, text: secondsText, stacked: !log, log, time, ...shownRange(bins) });
     nameLines(find("#phases-legend"), apart);
   };
 }
@@ -132,7 +210,7 @@ function phaseChart() {
 /** @param {Bins} bins @param {number} at */
 function phasesText(bins, at) {
   const most = `, at most ${secondsText(bins.longest[at])} in step ${numberText(bins.step[at])}`;
-  const whole = secondsText(bins.seconds[at]) + (bins.counts[at] > 1 ? ` on average${most}` : "");
+  const whole = secondsText(bins.seconds[at]) + (bins.counts[at] > 1 ? ` in the median${most}` : "");
   const parts = bins.phases.map((name, n) => ({ name, seconds: bins.stack[n][at] })).filter((part) => part.seconds);
   parts.sort((a, b) => b.seconds - a.seconds);
   return [`${binText(bins, at)}: ${whole}`, ...parts.map((p) => `${p.name} ${secondsText(p.seconds)}`)].join(" · ");
@@ -178,6 +256,17 @@ function zoom(low, high) {
   });
 }
 
+/**
+ * What shows the saves between two places of the axis.
+ * @param {{ step: number[], created: (number | null)[] }} saves
+ * @returns {(low: number | null, high: number | null) => void}
+ */
+const zoomTo = (saves) => (low, high) => {
+  if (!view.time || low === null || high === null) return zoom(low, high);
+  const inside = saves.step.filter((_, n) => (saves.created[n] ?? -1) >= low && (saves.created[n] ?? -1) <= high);
+  if (inside.length) zoom(Math.min(...inside), Math.max(...inside));
+};
+
 /** @param {unknown} error */
 function fail(error) {
   readout.textContent = `The charts cannot be drawn: ${reason(error)}`;
@@ -185,7 +274,7 @@ function fail(error) {
 
 for (const button of document.querySelectorAll("button[data-last]"))
   button.addEventListener("click", () => {
-    const steps = trends?.step ?? [];
+    const steps = trends?.step.filter((_, n) => trends?.branch[n] === 0) ?? [];
     const count = Number(button.getAttribute("data-last"));
     if (steps.length > count) zoom(steps[steps.length - count], steps[steps.length - 1]);
     else zoom(null, null);
@@ -196,6 +285,12 @@ buttonGroup("data-axis", (value) => {
   remember({ axis: view.log ? value : null });
   redraw().catch(fail);
 })(view.log ? "log" : "linear");
+
+buttonGroup("data-by", (value) => {
+  view.time = value === "time";
+  remember({ by: view.time ? value : null });
+  redraw().catch(fail);
+})(view.time ? "time" : "step");
 
 async function start() {
   trends = /** @type {Trends} */ (await api(`runs/${run}/trends`));

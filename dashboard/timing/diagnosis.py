@@ -1,47 +1,59 @@
-"""Says in sentences how long a save took beside those before it, what took the longest, and whether that is a trend.
+"""Says in sentences how long a save took beside those before it, since when saves take longer, and what is slow.
 
 The parts of a save are those of its critical path, added up by rank and phase: what had to be shorter for the save to
-be shorter. Over many saves, hosts and ranks are listed that are slow again and again.
+be shorter. A rank is named for a phase where it was slower there than the others; else the host whose ranks were, or
+all ranks alike. Over many saves, levels of the durations are told apart (`treeckpt._inspect.change_points`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from heapq import nlargest
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from treeckpt._core.format.timings import Host
-from treeckpt._core.text import seconds_text
-from treeckpt._inspect.profile import LATE_CALL
-from treeckpt._inspect.timing_report import CriticalSegment
+from treeckpt._core.text import count_text, seconds_text, time_text
+from treeckpt._inspect.change_points import Level, levels_of
+from treeckpt._inspect.profile import COORDINATOR_PHASES, LATE_CALL
+from treeckpt._inspect.timing_report import MIN_LOSS_NS, MIN_SLOWDOWN, CriticalSegment, TimingReport
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import visible
 
 from ..store.reduced_timings import ReducedTimings, SlowRank, host_names
 
-SAVES = 20
-"""Saves before this one that it is compared with."""
+RECENT = 20
+"""The last saves, among which those are counted in which a rank stood out."""
 MIN_SAVES = 3
 """Saves below which there is nothing to compare with."""
 USUAL = 1.5
 """The multiple of the median, or its inverse, up to which a duration is as usual."""
 MIN_SHOWN_SHARE = 0.01
 """The share of a save below which its parts are shown as one."""
-NAMED_RANK_SHARE = 0.7
-"""The share of a phase's time from which a rank alone is named for it."""
-TimedSave = tuple[str, int, ReducedTimings]
-"""The id, step and timings of a checkpoint."""
-BEFORE = 100
-"""Saves with which the last SAVES are compared."""
+MIN_CHANGE = 1.25
+"""The factor from which on the bytes of saves count as changed, and the work of a rank as grown."""
+MOST = 0.8
+"""The share of ranks from which on a change is on all of them."""
+NAMED_RANKS = 4
+"""Ranks that a sentence names."""
 HOSTS = 20
 """Hosts that are listed."""
 RANKS = 8
 """Ranks of a host that are listed."""
 OFTEN = 0.5
 """The share of saves from which on what is seen in them is a trend."""
+
+
+class TimedSave(msgspec.Struct, frozen=True):
+    """A save of the present branch of a run, with its timings."""
+
+    id: str
+    step: int
+    created_ns: int | None
+    nbytes: int | None
+    reduced: ReducedTimings
 
 
 class PartRow(msgspec.Struct, frozen=True):
@@ -88,57 +100,150 @@ def critical_parts(
     return shown, RestRow(len(rest), sum(row.seconds for row in rest), sum(row.share for row in rest))
 
 
-def diagnosis(
-    info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float, parts: Sequence[PartRow], late_call: str
-) -> str:
+class Blame(msgspec.Struct, frozen=True):
+    """What took the most of a save: a phase, on a rank or host that was slower in it than others, or on all ranks."""
+
+    phase: str
+    share: float
+    """The share of the save that the phase has on the critical path."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that were slower in it than the others; none where all took about as long."""
+    host: str = ""
+    """The host of these ranks, where it is that of all of them."""
+    text: str = ""
+    """Where it was, or who called late."""
+
+
+def diagnosis(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float, blame: Blame | None) -> str:
     """Returns the sentence; empty where there is nothing to say.
 
     Args:
         saves: the checkpoints of the run.
         seconds: the duration of this save.
-        parts: of its critical path, the longest first.
-        late_call: who called save late; empty if nobody did.
+        blame: what took the most of it.
     """
-    text = "; ".join(filter(None, (_beside(info, saves, seconds), _longest(parts, late_call))))
+    part = "" if blame is None else f"{blame.share:.0%} of it is {blame.text}".replace("%", " %", 1)
+    text = "; ".join(filter(None, (_beside(info, saves, seconds), part)))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def saves_before(info: CheckpointInfo, saves: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Returns the last SAVES checkpoints of a run, oldest first, that were saved before one and have a duration."""
+    """Returns the checkpoints with a duration that were saved before one on its branch, in the order of saving.
+
+    Saves of other branches are left out: those that were abandoned, or of an abandoned one those after it.
+    """
     at = info.created_ns or 0
-    earlier = [other for other in saves if other.seconds and other.created_ns is not None and other.created_ns < at]
-    return nlargest(SAVES, earlier, key=lambda other: other.created_ns or 0)[::-1]
+    earlier = [
+        other
+        for other in saves
+        if other.seconds and other.created_ns is not None and other.created_ns < at
+        and (info.abandoned or not other.abandoned)
+    ]  # fmt: skip
+    return sorted(earlier, key=lambda other: other.created_ns or 0)
 
 
 def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: float) -> str:
     if info.created_ns is None:
         return ""
-    before = [other.seconds for other in saves_before(info, saves) if other.seconds]
-    if len(before) < MIN_SAVES or not (usual := median(before)):
+    before = saves_before(info, saves)
+    if len(before) < MIN_SAVES:
         return f"{seconds_text(seconds)}, with too few saves before it to compare with"
-    times = seconds / usual
-    what = f"the median of the last {len(before)} saves, {seconds_text(usual)}"
+    levels = levels_of([*(other.seconds or 0.0 for other in before), seconds])
+    level, first = levels[-1], ""
+    last = before[level.start :]  # a level has several saves: one alone is an outlier of the level before
+    usual = median(other.seconds or 0.0 for other in last)
+    if len(levels) > 1:
+        earlier = levels[-2].median
+        more = "longer" if level.median > earlier else "less"
+        first = (
+            f"; since {_since(last[0].step, last[0].created_ns)} saves take {more}, "
+            f"{_times(level.median / earlier)} x the {seconds_text(earlier)} before"
+        )
+    times = seconds / usual if usual else 1.0
+    what = f"the median of the {count_text(len(last), 'save')} before it, {seconds_text(usual)}"
     if 1 / USUAL <= times <= USUAL:
-        return f"as long as usual: {times:.2g} x {what}"
-    return f"{times:,.0f} x {what}" if times >= 10 else f"{times:.2g} x {what}"
+        return f"as long as usual: {_times(times)} x {what}{first}"
+    return f"{_times(times)} x {what}{first}"
 
 
-def _longest(parts: Sequence[PartRow], late_call: str) -> str:
-    """Says which phase takes the most of the critical path, and on which rank; or who called late, if that does."""
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}" if factor >= 10 else f"{factor:.2g}"
+
+
+def _since(step: int | None, created_ns: int | None) -> str:
+    """Names a save by its step and time."""
+    return f"step {step:,}" + (f" ({time_text(created_ns)})" if created_ns is not None else "")
+
+
+def blame_of(parts: Sequence[PartRow], study: TimingReport) -> Blame | None:
+    """Returns what took the most of a save; None for one without timings.
+
+    Args:
+        parts: of its critical path, the longest first.
+    """
     phases: dict[str, float] = {}
     for part in parts:
         phases[part.phase] = phases.get(part.phase, 0.0) + part.share
     if not phases:
-        return ""
+        return None
     phase = max(phases, key=lambda name: phases[name])
-    if phase == LATE_CALL and late_call:
-        return f"{phases[phase]:.0%} of it is a late call: {late_call}".replace("%", " %", 1)
-    ranks = [part for part in parts if part.phase == phase]
-    first = ranks[0]
-    where = f"rank {first.rank}" + (f" (host {first.host})" if first.host else "")
-    if first.share < NAMED_RANK_SHARE * phases[phase]:
-        where = f"{len(ranks)} ranks, the longest on {where}"
-    return f"{phases[phase]:.0%} of it is {visible(phase)} on {where}".replace("%", " %")
+    share, name = phases[phase], visible(phase)
+    if phase == LATE_CALL and study.late_call:
+        late = tuple(straggler.rank for straggler in study.stragglers if straggler.phase == LATE_CALL)
+        return Blame(phase, share, late, text=f"a late call: {study.late_call}")
+    matrix = study.matrix
+    column = matrix.times[:, matrix.phases.index(phase)] if phase in matrix.phases else np.zeros(0, np.int64)
+    rows = np.flatnonzero(column >= 0)
+    ranks, times = matrix.ranks[rows], column[rows]
+    if len(ranks) <= 1 or phase in COORDINATOR_PHASES:
+        where = f"rank {parts[0].rank if not len(ranks) else ranks[0]}"
+        return Blame(phase, share, text=f"{name} on {where}, which does it alone" if len(column) > 1 else f"{name}")
+    hosts = host_names(study.timings.hosts, ranks.tolist())
+    slow = _slower(ranks, times, hosts)
+    if not slow:
+        low, high = (seconds_text(int(ns) / 1e9) for ns in (times.min(), times.max()))
+        took = low if low == high else f"{low} to {high}"
+        return Blame(phase, share, text=f"{name} on all {len(ranks)} ranks alike, {took}")
+    on = {hosts.get(rank, "") for rank in slow}
+    host = on.pop() if len(on) == 1 else ""
+    whole = host and sum(hosts.get(rank) == host for rank in ranks.tolist()) == len(slow) and len(slow) > 1
+    where = (
+        f"all {len(slow)} ranks of host {host}" if whole else f"{_ranks_text(slow)}" + f" (host {host})" * bool(host)
+    )
+    others = seconds_text(int(np.median(times[~np.isin(ranks, slow)])) / 1e9)
+    return Blame(phase, share, slow, host, f"{name} on {where}, where the others took {others}")
+
+
+def _slower(ranks: np.ndarray, times: np.ndarray, hosts: dict[int, str]) -> tuple[int, ...]:
+    """Returns the ranks that took longer than the others: by a fifth and a millisecond more than the fastest half.
+
+    Of hosts the ranks are taken together: where every rank of one is slower than every rank of the others, these are.
+    """
+
+    def far(slow: np.ndarray) -> bool:
+        usual = float(np.median(times[~slow]))
+        return bool(times[slow].min() > max(MIN_SLOWDOWN * usual, usual + MIN_LOSS_NS))
+
+    order = np.argsort(times, kind="stable")
+    # the largest step between neighbours in the slower half divides slow ranks from the others
+    half = (len(order) + 1) // 2
+    steps = np.diff(times[order])[half - 1 :]
+    slow = np.zeros(len(ranks), bool)
+    slow[order[half + int(steps.argmax()) :]] = True
+    if far(slow) and times[slow].min() > MIN_SLOWDOWN * times[~slow].max():
+        return tuple(sorted(ranks[slow].tolist()))
+    names = np.array([hosts.get(rank, "") for rank in ranks.tolist()])
+    for name in sorted(set(names.tolist()) - {""}):
+        of_host = names == name
+        if not of_host.all() and far(of_host) and times[of_host].min() > times[~of_host].max():
+            return tuple(sorted(ranks[of_host].tolist()))
+    return ()
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:NAMED_RANKS]))
+    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"
 
 
 class OffenderRow(msgspec.Struct, frozen=True):
@@ -180,10 +285,10 @@ class HostRow(msgspec.Struct, frozen=True):
 
 def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:
     """Returns the hosts that had stragglers, those of the most saves first."""
-    recent = max(0, len(saves) - SAVES)
+    recent = max(0, len(saves) - RECENT)
     seen_by_host: dict[str, dict[int, list[tuple[int, SlowRank]]]] = {}
-    for number, (_, _, reduced) in enumerate(saves):
-        for slow in reduced.slow:
+    for number, save in enumerate(saves):
+        for slow in save.reduced.slow:
             seen_by_host.setdefault(slow.host, {}).setdefault(slow.rank, []).append((number, slow))
     rows: list[HostRow] = []
     for host, ranks in seen_by_host.items():
@@ -208,70 +313,127 @@ def offenders(saves: Sequence[TimedSave]) -> list[HostRow]:
 
 def _offender(saves: Sequence[TimedSave], rank: int, seen: list[tuple[int, SlowRank]], recent: int) -> OffenderRow:
     times = [slow.times for _, slow in seen if slow.times is not None]
-    last, step, _ = saves[seen[-1][0]]
+    last = saves[seen[-1][0]]
     return OffenderRow(
         rank=rank,
         saves=len(seen),
         recent=sum(number >= recent for number, _ in seen),
-        worst=sum(saves[number][2].slow[0].rank == rank for number, _ in seen),
+        worst=sum(saves[number].reduced.slow[0].rank == rank for number, _ in seen),
         times=median(times) if times else None,
         phase=visible(Counter(slow.phase for _, slow in seen).most_common(1)[0][0]),
-        id=last,
-        step=step,
+        id=last.id,
+        step=last.step,
     )
 
 
-def trend_text(reduced: Sequence[ReducedTimings], hosts: Sequence[HostRow]) -> str:
-    """Says how long the last saves took beside those before them, which phase changed the most, and who stood out."""
-    last, before = reduced[-SAVES:], reduced[-SAVES - BEFORE : -SAVES]
-    if len(before) < MIN_SAVES:
+def trend_text(saves: Sequence[TimedSave], hosts: Sequence[HostRow]) -> str:
+    """Says since when saves take longer or less, in which phase and on which ranks, and which rank stands out often."""
+    if len(saves) <= MIN_SAVES:
         return ""
-    now, then = (median(one.seconds for one in saves) for saves in (last, before))
-    text = f"The last {len(last)} saves took {seconds_text(now)} in the median"
-    if not then or 1 / USUAL <= now / then <= USUAL:
-        text += f", as long as usual: the {len(before)} before took {seconds_text(then)}."
+    levels = levels_of([save.reduced.seconds for save in saves])
+    last = levels[-1]
+    if len(levels) == 1:
+        text = f"All {len(saves)} saves took about as long, {seconds_text(last.median)} in the median."
     else:
-        text += f", {now / then:.2g} x the {len(before)} before ({seconds_text(then)})."
-        text += _changed_phase(last, before, slower=now > then)
+        text = _change_text(saves, levels[-2], last)
+    recent = min(len(saves), RECENT)
     ranks = [(rank.recent, rank.rank, row.host) for row in hosts for rank in row.ranks]
     count, rank, host = max(ranks, default=(0, 0, ""), key=lambda found: (found[0], -found[1]))
     if count > 1:
-        text += f" R{_rank_text(rank, host)[1:]} stood out in {count} of them."
+        text += f" R{_rank_text(rank, host)[1:]} stood out in {count} of the last {recent}."
     return text
 
 
-def _changed_phase(last: Sequence[ReducedTimings], before: Sequence[ReducedTimings], *, slower: bool) -> str:
-    def usual(saves: Sequence[ReducedTimings], name: str) -> float:
-        return median(one.phases.get(name, 0.0) for one in saves)
+def _change_text(saves: Sequence[TimedSave], before: Level, after: Level) -> str:
+    """Says what changed between two levels of the durations."""
+    earlier, later = ([saves[n] for n in range(level.start, level.stop)] for level in (before, after))
+    first, factor = later[0], after.median / before.median
+    text = (
+        f"Since {_since(first.step, first.created_ns)} saves take {seconds_text(after.median)} in the median, "
+        f"{_times(factor)} x the {count_text(len(earlier), 'save')} before ({seconds_text(before.median)})."
+    )
+    name, changed = _changed_phase(earlier, later, slower=factor > 1)
+    if name:
+        where = _changed_ranks(earlier, later, name, slower=factor > 1)
+        text += f" Of the phases, {visible(name)} changed the most, {changed}{where}."
+    for what, value in (
+        ("the ranks of a save", lambda save: save.reduced.world),
+        ("its bytes", lambda save: save.nbytes or 0),
+    ):
+        old, new = (_median(group, value) for group in (earlier, later))
+        if old and new and max(new / old, old / new) >= MIN_CHANGE:
+            text += f" At the same time {what} became {_times(new / old)} x as many."
+    return text
 
-    names = {name for one in (*last, *before) for name in one.phases}
-    changes = {name: usual(last, name) - usual(before, name) for name in sorted(names)}
-    name = max(changes, key=lambda name: changes[name] if slower else -changes[name], default=None)
-    if name is None or changes[name] == 0:
+
+def _median(saves: Sequence[TimedSave], value: Callable[[TimedSave], float]) -> float:
+    return median(map(value, saves))
+
+
+def _changed_phase(earlier: Sequence[TimedSave], later: Sequence[TimedSave], *, slower: bool) -> tuple[str, str]:
+    """Returns the phase whose median changed the most, and from what to what; two empty texts where none did."""
+    names = sorted({name for save in (*earlier, *later) for name in save.reduced.names})
+    both = [[save.reduced.phases for save in saves] for saves in (earlier, later)]
+    usual = {name: [median(phases.get(name, 0.0) for phases in each) for each in both] for name in names}
+    change = {name: (new - old) * (1 if slower else -1) for name, (old, new) in usual.items()}
+    name = max(change, key=lambda name: change[name], default="")
+    if not name or change[name] <= 0:
+        return "", ""
+    old, new = map(seconds_text, usual[name])
+    return name, f"from {old} to {new}"
+
+
+def _changed_ranks(earlier: Sequence[TimedSave], later: Sequence[TimedSave], phase: str, *, slower: bool) -> str:
+    """Says on which ranks the work changed, or which call late since then; empty where it is not known."""
+    if phase == LATE_CALL:
+        late = Counter(slow.rank for save in later for slow in save.reduced.slow if slow.phase == LATE_CALL)
+        often = sorted(rank for rank, count in late.items() if count >= OFTEN * len(later))
+        return f", by {_ranks_text(often)}" if often else ""
+    if phase in COORDINATOR_PHASES:
+        return ", which one rank does alone"
+    block = max(save.reduced.block for save in (*earlier, *later))
+    if len({len(save.reduced.lines(block)) for save in (*earlier, *later)}) > 1:
         return ""
-    texts = seconds_text(usual(before, name)), seconds_text(usual(last, name))
-    return f" Of the phases, {visible(name)} changed the most, from {texts[0]} to {texts[1]}."
+    old, new = (
+        np.nanmedian(np.stack([save.reduced.lines(block) for save in saves]).astype(np.float64), axis=0)
+        for saves in (earlier, later)
+    )
+    changed = (new > MIN_CHANGE * old) if slower else (old > MIN_CHANGE * new)
+    if not changed.any() or changed.mean() >= MOST:
+        return f", on all {later[-1].reduced.world} ranks" if changed.any() and later[-1].reduced.world > 1 else ""
+    ranks = np.flatnonzero(changed)
+    if block > 1:
+        return f", on ranks {ranks[0] * block} to {(ranks[-1] + 1) * block - 1}"
+    hosts = {slow.rank: slow.host for save in later for slow in save.reduced.slow if slow.host}
+    on = {hosts.get(rank, "") for rank in ranks.tolist()}
+    return f", on {_ranks_text(ranks.tolist())}" + (f" (host {on.pop()})" if len(on) == 1 and "" not in on else "")
 
 
 def _rank_text(rank: int, host: str) -> str:
     return f"rank {rank}" + (f" (host {host})" if host else "")
 
 
-def repeated(save: ReducedTimings, before: Sequence[ReducedTimings]) -> str:
-    """Says whether what slowed a save was there in the saves before it; empty where there are too few of them.
+def repeated(save: ReducedTimings, before: Sequence[ReducedTimings], blame: Blame | None) -> str:
+    """Says whether what took the most of a save was there in the saves before it; empty where there are too few.
 
-    It is the straggler that lost the most time. Without one it is the phase that takes most of the critical path, if
-    the save took longer than usual.
+    It is the rank that was slower than the others in the phase. Where all took as long, it is the phase itself, if the
+    save took longer than those of its level; of that the diagnosis tells.
+
+    Args:
+        before: the saves before it in the order of saving.
     """
-    before = before[-SAVES:]
-    if len(before) < MIN_SAVES:
+    before = before[-RECENT:]
+    if len(before) < MIN_SAVES or blame is None:
         return ""
-    phase = save.longest_phase
-    if save.slow:
-        slow = save.slow[0]
+    slow = next((slow for slow in save.slow if slow.rank in blame.ranks), None)
+    phase = blame.phase
+    if slow is not None:
         count = sum(any(other.rank == slow.rank for other in one.slow) for one in before)
         what = f"{_rank_text(slow.rank, slow.host)} stood out"
-    elif phase is not None and save.seconds > USUAL * median(one.seconds for one in before):
+    elif (
+        phase in save.phases
+        and save.seconds > USUAL * levels_of([*(one.seconds for one in before), save.seconds])[-1].median
+    ):
         count = sum(one.phases.get(phase, 0.0) * USUAL >= save.phases[phase] for one in before)
         what = f"{visible(phase)} took about as long"
     else:

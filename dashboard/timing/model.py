@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from treeckpt._core.format.records import Index
-from treeckpt._inspect.profile import COORDINATOR_PHASES, WAITING_PHASES, PhaseTime, RankTime, SaveProfile
+from treeckpt._inspect.profile import COORDINATOR_PHASES, LATE_CALL, WAITING_PHASES, PhaseTime, RankTime, SaveProfile
 from treeckpt._inspect.timing_report import (
     CriticalSegment,
     PhaseMatrix,
@@ -30,7 +30,7 @@ from treeckpt.errors import TreeckptError, visible
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library, OpenCheckpoint
 from ..store.reduced_timings import reduce_timings
-from .diagnosis import PartRow, RestRow, critical_parts, diagnosis, repeated, saves_before
+from .diagnosis import RECENT, Blame, PartRow, RestRow, blame_of, critical_parts, diagnosis, repeated, saves_before
 
 RANKS = 32
 """Ranks listed on one page."""
@@ -55,7 +55,7 @@ class PhaseRow(msgspec.Struct, frozen=True):
     """The rank with the longest time."""
     nbytes: int
     rate: float | None
-    """Bytes per second over the longest time."""
+    """Bytes per second of the rank with the longest time."""
     waiting: bool
     """Whether ranks mostly wait for other ranks in it."""
 
@@ -138,9 +138,11 @@ class TimingPage(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = None
     """Bytes per second that all ranks wrote, over the duration of the save."""
     slowest: int | None = None
-    """The rank with the most work of its own; None without spans."""
+    """The rank that the diagnosis names, else the one with the most work of its own; None without spans."""
     slowdown: float = 1.0
     """The work of that rank, as a multiple of the median rank's."""
+    late: bool = False
+    """Whether the diagnosis names that rank because it called save late."""
     world: int = 0
     start: int = 0
     next: int | None = None
@@ -199,12 +201,26 @@ def timing_page(
         return TimingPage(checkpoint=row, problem=visible(str(error)))
     page = _timing_page(row, study, groupings(library, checkpoint, study), start, by, sort)
     saves = [other for _, other in library.checkpoints(run)]
-    before = [library.reduced_timings(run, other) for other in saves_before(info, saves)]
+    before = [library.reduced_timings(run, other) for other in saves_before(info, saves)[-RECENT:]]
+    blame = blame_of(page.parts, study)
     return msgspec.structs.replace(
         page,
-        diagnosis=diagnosis(info, saves, page.seconds, page.parts, study.late_call),
-        trend=repeated(reduce_timings(study), [one for one in before if one is not None]),
+        **_slowest(study.profile, blame),
+        rate=row.rate if row.rate is not None else page.rate,
+        diagnosis=diagnosis(info, saves, page.seconds, blame),
+        trend=repeated(reduce_timings(study), [one for one in before if one is not None], blame),
     )
+
+
+def _slowest(profile: SaveProfile, blame: Blame | None) -> dict[str, Any]:
+    """Returns the fields of the page that name one rank: that of the diagnosis, where it names any."""
+    named = [rank for rank in profile.ranks if blame is not None and rank.rank in blame.ranks] or profile.ranks
+    if not named:
+        return {}
+    slowest = max(named, key=lambda rank: (rank.busy_ns, -rank.rank))
+    slowdown = slowest.busy_ns / profile.median_ns if profile.median_ns else 1.0
+    late = blame is not None and blame.phase == LATE_CALL and slowest.rank in blame.ranks
+    return {"slowest": slowest.rank, "slowdown": slowdown, "late": late}
 
 
 def groupings(library: Library, checkpoint: OpenCheckpoint, study: TimingReport) -> tuple[RankGrouping, ...]:
@@ -279,7 +295,7 @@ def _timing_page(
 
 def _phase_row(phase: PhaseTime) -> PhaseRow:
     seconds = phase.longest_ns / 1e9
-    rate = phase.nbytes / phase.ranks / seconds if phase.nbytes and seconds > 0 else None
+    rate = phase.slowest_nbytes / seconds if phase.slowest_nbytes and seconds > 0 else None
     median, waiting = phase.median_ns / 1e9, phase.name in WAITING_PHASES
     return PhaseRow(
         phase.name,

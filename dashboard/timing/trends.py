@@ -1,8 +1,10 @@
 """The page of trends: how saves of a run changed from step to step, and which ranks were slow again and again.
 
-Thousands of saves do not fit a screen: the charts of phases and ranks have bins of consecutive saves. Phases are means
-over the saves of a bin, so that a trend shows; work of ranks is the longest in the bin, so that one slow save of many
-does not vanish. Each bin leads to its longest save.
+The saves of the present branch count, in the order of saving; those of abandoned branches are drawn apart.
+
+Thousands of saves do not fit a screen: the charts of phases and ranks have bins of consecutive saves. Phases are those
+of the save with the median duration of a bin, so that a trend shows; work of ranks is the longest in the bin, so that
+one slow save of many does not vanish. Each bin leads to its longest save.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ import msgspec
 import numpy as np
 
 from treeckpt._core.text import json_number
+from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import visible
 
 from ..pages.checkpoints import next_start
+from ..runs.summary import lineage_branches
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.reduced_timings import OTHER, ReducedTimings
 from ..store.watch import ScanProgress
-from .diagnosis import HostRow, offenders, trend_text
+from .diagnosis import HostRow, TimedSave, offenders, trend_text
 
 BINS = 240
 """Bins of one view, at most."""
@@ -39,13 +43,15 @@ MAX_METRICS = 8
 
 
 class TrendBins(msgspec.Struct, frozen=True):
-    """Saves of a run by step in bins; all times but `work` in seconds."""
+    """Saves of the present branch of a run in bins; all times but `work` in seconds."""
 
     saves: int
     """Number of saves in all bins."""
     ids: list[str] = []
-    """The longest save of each bin; its step and its duration follow."""
+    """The longest save of each bin; its step, the time at which it was saved, and its duration follow."""
     step: list[int] = []
+    created: list[float | None] = []
+    """Unix time, as in `TrendsPage`."""
     longest: list[float] = []
     first: list[int] = []
     """The first step of each bin."""
@@ -53,10 +59,10 @@ class TrendBins(msgspec.Struct, frozen=True):
     counts: list[int] = []
     """Number of saves of each bin."""
     seconds: list[float] = []
-    """Mean duration."""
+    """The median of the durations: that of a save, the shorter of two in the middle."""
     phases: list[str] = []
     stack: list[list[float]] = []
-    """Mean time on the critical path, by phase and bin: the times of all phases add up to the duration."""
+    """Time of that save on the critical path, by phase and bin: the times of all phases add up to its duration."""
     block: int = 1
     """How many consecutive ranks a line is of."""
     world: int = 0
@@ -68,33 +74,34 @@ class TrendBins(msgspec.Struct, frozen=True):
     """The work as hundredths of the median rank's in the same save."""
 
 
-def trend_bins(ids: Sequence[str], steps: Sequence[int], reduced: Sequence[ReducedTimings]) -> TrendBins:
-    """Returns saves in bins of equal numbers of them.
-
-    Args:
-        ids, steps, reduced: of each save, sorted by step. They are not one list of tuples: ten thousand new tuples a
-            request let the collector of garbage visit all that the server holds, for 50 to 150 ms.
-    """
-    if not reduced:
+def trend_bins(saves: Sequence[TimedSave]) -> TrendBins:
+    """Returns saves, in their order, in bins of equal numbers of them, but for one save."""
+    if not saves:
         return TrendBins(0)
-    starts = np.arange(0, len(reduced), -(-len(reduced) // BINS))
-    counts = np.diff(np.append(starts, len(reduced)))
+    reduced = [save.reduced for save in saves]
+    edges = np.linspace(0, len(saves), min(BINS, len(saves)) + 1).round().astype(np.int64)
+    starts, counts = edges[:-1], np.diff(edges)
     seconds = np.array([one.seconds for one in reduced])
-    worst = [int(start + seconds[start : start + count].argmax()) for start, count in zip(starts, counts, strict=True)]
-    phases, stack = _phases(reduced, starts, counts)
+    order = [
+        start + np.argsort(seconds[start : start + count], kind="stable")
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    worst, middle = [int(one[-1]) for one in order], [int(one[(len(one) - 1) // 2]) for one in order]
+    phases, stack = _phases([reduced[n] for n in middle])
     block, work = _work(reduced)
     medians = np.array([one.median for one in reduced], np.float32)[:, None]
     times = 100 * np.divide(work, medians, out=np.full_like(work, np.nan), where=medians > 0)
     unit = max(float(np.nanmax(work, initial=0.0)), 1e-9) / UNITS
     return TrendBins(
-        saves=len(reduced),
-        ids=[ids[n] for n in worst],
-        step=[steps[n] for n in worst],
-        longest=[reduced[n].seconds for n in worst],
-        first=[steps[n] for n in starts.tolist()],
-        last=[steps[n] for n in (starts + counts - 1).tolist()],
+        saves=len(saves),
+        ids=[saves[n].id for n in worst],
+        step=[saves[n].step for n in worst],
+        created=[unix_time(saves[n].created_ns) for n in worst],
+        longest=seconds[worst].tolist(),
+        first=[saves[n].step for n in starts.tolist()],
+        last=[saves[n].step for n in (starts + counts - 1).tolist()],
         counts=counts.tolist(),
-        seconds=(np.add.reduceat(seconds, starts) / counts).tolist(),
+        seconds=seconds[middle].tolist(),
         phases=[visible(name) for name in phases],
         stack=stack.T.tolist(),
         block=block,
@@ -105,8 +112,8 @@ def trend_bins(ids: Sequence[str], steps: Sequence[int], reduced: Sequence[Reduc
     )
 
 
-def _phases(reduced: Sequence[ReducedTimings], starts: np.ndarray, counts: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Returns the names of the phases, and float64[bins, phases] with the mean time of each."""
+def _phases(reduced: Sequence[ReducedTimings]) -> tuple[list[str], np.ndarray]:
+    """Returns the names of the phases of these saves, and float64[saves, phases] with the time of each."""
     kinds = {one.names for one in reduced}
     column = {name: n for n, name in enumerate(sorted(set().union(*kinds)))}
     columns = {names: [column[name] for name in names] for names in kinds}
@@ -114,13 +121,12 @@ def _phases(reduced: Sequence[ReducedTimings], starts: np.ndarray, counts: np.nd
     rows = np.repeat(np.arange(len(reduced)), [len(one.names) for one in reduced])
     places = np.fromiter(itertools.chain.from_iterable(columns[one.names] for one in reduced), np.intp, len(rows))
     matrix[rows, places] = np.frombuffer(b"".join(one.times for one in reduced), "<f8")
-    means = np.add.reduceat(matrix, starts, axis=0) / counts[:, None]
-    most = means.max(axis=0)
+    most = matrix.max(axis=0)
     names = sorted(column, key=lambda name: (name == OTHER, -most[column[name]]))
     if len(names) <= PHASES + 1:
-        return names, means[:, [column[name] for name in names]]
-    shown = means[:, [column[name] for name in names[:PHASES]]]
-    rest = means[:, [column[name] for name in names[PHASES:]]].sum(axis=1, keepdims=True)
+        return names, matrix[:, [column[name] for name in names]]
+    shown = matrix[:, [column[name] for name in names[:PHASES]]]
+    rest = matrix[:, [column[name] for name in names[PHASES:]]].sum(axis=1, keepdims=True)
     return [*names[:PHASES], OTHER], np.hstack([shown, rest])
 
 
@@ -141,27 +147,38 @@ def _integers(values: np.ndarray) -> list[list[int]]:
     return np.nan_to_num(np.minimum(values, 1e9), nan=-1.0).round().astype(np.int64).tolist()
 
 
+def unix_time(created_ns: int | None) -> float | None:
+    """Returns a Unix time in seconds, None for one that is not known, or beyond what a chart can draw."""
+    return created_ns / 1e9 if created_ns is not None and abs(created_ns) < MAX_STEP else None
+
+
 class TrendsPage(msgspec.Struct, frozen=True):
-    """The saves of a run by step, oldest first, in columns; the rows from `start` to `next` are also a table."""
+    """The saves of a run in columns, in the order of saving; the rows from `start` to `next` are also a table."""
 
     run: str
     name: str
     scan: ScanProgress
     """Until the first scan is complete, saves are still missing."""
     text: str
-    """How long the last saves took beside those before them, and which rank stood out, as a sentence."""
+    """Since when saves take longer or less, in which phase, and which rank stands out, in sentences."""
     timed: int
-    """Saves whose timings could be read."""
+    """Saves of the present branch whose timings could be read."""
+    present: int
+    """Saves of the present branch."""
     hosts: list[HostRow]
     """Hosts with stragglers, those of the most saves first."""
     ids: list[str]
     step: list[int]
+    created: list[float | None]
+    """When each was saved, as Unix time in seconds."""
+    branch: list[int]
+    """0 for a save of the present branch; those of abandoned ones have the number of theirs, the newest is 1."""
     seconds: list[float | None]
     blocked: list[float | None]
     nbytes: list[int]
     rate: list[float | None]
     dedupe: list[float | None]
-    """Bytes written, as a share of the bytes that all ranks held together."""
+    """The bytes that all ranks held together, as a multiple of those written: 1 where no rank held what another had."""
     world: list[int]
     phase: list[str | None]
     """The phase that takes most of the critical path."""
@@ -175,10 +192,11 @@ class TrendsPage(msgspec.Struct, frozen=True):
 
 @dataclass
 class RunTrends:
-    """The complete checkpoints of a run that have a step, sorted by step, and what is computed from them."""
+    """The complete checkpoints of a run that have a step, in the order of saving, and what is computed from them."""
 
     page: TrendsPage
-    reduced: list[ReducedTimings | None]
+    timed: list[TimedSave]
+    """The saves of the present branch that have timings."""
     bins: dict[tuple[int, int], TrendBins] = field(default_factory=dict)
 
 
@@ -211,10 +229,7 @@ class TrendTables:
         """
         trends = self._trends(run_id)
         if (bins := trends.bins.get((low, high))) is None:
-            page, reduced = trends.page, trends.reduced
-            shown = [n for n, step in enumerate(page.step) if low <= step <= high and reduced[n] is not None]
-            ids, steps = [page.ids[n] for n in shown], [page.step[n] for n in shown]
-            bins = trend_bins(ids, steps, [one for n in shown if (one := reduced[n]) is not None])
+            bins = trend_bins([save for save in trends.timed if low <= save.step <= high])
             trends.bins = {(low, high): bins}  # the last view alone is kept
         return bins
 
@@ -225,27 +240,32 @@ class TrendTables:
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     complete = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
-    complete.sort(key=lambda pair: (pair[1].step or 0, pair[1].created_ns or 0))
-    infos = [info for _, info in complete]
+    complete.sort(key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
+    ids, infos = [checkpoint_id for checkpoint_id, _ in complete], [info for _, info in complete]
     reduced = [library.reduced_timings(run, info) for info in infos]
-    ids = [checkpoint_id for checkpoint_id, _ in complete]
-    step = [info.step or 0 for info in infos]
-    timed = [(ids[n], step[n], one) for n, one in enumerate(reduced) if one is not None]
+    timed = [
+        TimedSave(checkpoint_id, info.step or 0, info.created_ns, info.nbytes, one)
+        for (checkpoint_id, info), one in zip(complete, reduced, strict=True)
+        if one is not None and not info.abandoned
+    ]
     hosts = offenders(timed)
     page = TrendsPage(
         run=run.id,
         name=run.name,
         scan=library.watches[run.id].progress,
-        text=trend_text([one for _, _, one in timed], hosts),
+        text=trend_text(timed, hosts),
         timed=len(timed),
+        present=sum(not info.abandoned for info in infos),
         hosts=hosts,
         ids=ids,
-        step=step,
+        step=[info.step or 0 for info in infos],
+        created=[unix_time(info.created_ns) for info in infos],
+        branch=_branch_numbers(infos),
         seconds=[info.seconds for info in infos],
         blocked=[info.blocked_seconds for info in infos],
         nbytes=[info.nbytes or 0 for info in infos],
         rate=[info.nbytes / info.seconds if info.nbytes and info.seconds else None for info in infos],
-        dedupe=[info.nbytes / info.held_nbytes if info.nbytes and info.held_nbytes else None for info in infos],
+        dedupe=[info.held_nbytes / info.nbytes if info.nbytes and info.held_nbytes else None for info in infos],
         world=[info.world or 0 for info in infos],
         phase=_column(reduced, lambda one: None if one.longest_phase is None else visible(one.longest_phase)),
         slow=_column(reduced, lambda one: one.slow[0].rank if one.slow else None),
@@ -256,7 +276,15 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
         start=0,
         next=None,
     )
-    return RunTrends(page, reduced)
+    return RunTrends(page, timed)
+
+
+def _branch_numbers(infos: Sequence[CheckpointInfo]) -> list[int]:
+    """Returns the number of the branch of each checkpoint: 0 for the present one, then the newest abandoned one."""
+    branches = lineage_branches(infos)
+    abandoned = [branch for branch in reversed(branches) if branch[-1].abandoned]
+    numbers = {info.name: n for n, branch in enumerate(abandoned, 1) for info in branch if info.abandoned}
+    return [numbers.get(info.name, 0) for info in infos]
 
 
 def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:

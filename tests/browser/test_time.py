@@ -5,6 +5,7 @@ import re
 import httpx
 import pytest
 
+import treeckpt as tc
 from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
@@ -166,11 +167,11 @@ def test_why_a_save_was_slow_which_rank_which_phase_and_whether_it_is_a_trend_ta
     row = page.get_by_role("row").filter(has=page.get_by_role("link", name="step 60", exact=True))
     row.get_by_role("link", name="840 ms").click()  # the first: why, which rank, which phase
     told = page.locator(".diagnosis")
-    expect(told).to_contain_text("16 x the median of the last 20 saves")
+    expect(told).to_contain_text("16 x the median of the 59 saves before it")
     expect(told).to_contain_text("95 % of it is fsync on rank 11 (host node1)")
     expect(told).to_contain_text("It happens at times: rank 11 (host node1) stood out in 7 of the 20 saves before.")
     told.get_by_role("link", name="Trends of the run").click()  # the second: what it looked like before
-    expect(page.locator(".diagnosis")).to_contain_text("Rank 11 (host node1) stood out in 8 of them")
+    expect(page.locator(".diagnosis")).to_contain_text("Rank 11 (host node1) stood out in 8 of the last 20.")
     region = page.get_by_role("region", name="Hosts and ranks that were stragglers")
     slow = region.get_by_role("row").filter(has_text="rank 11")
     expect(slow).to_contain_text("fsync")
@@ -276,3 +277,28 @@ def test_a_report_opens_from_a_file_and_its_tree_is_searched(chromium, run, tmp_
     expect(leaves).to_contain_text("layers.1.attention.qkv.weight")
     context.close()
     assert troubles == []
+
+
+def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_number(watched, serve, tmp_path):
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        for step in range(2, 12, 2):
+            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        manager.restore(step=6)
+        for step in range(7, 12, 2):
+            manager.save(step, {"x": step}, metrics={"loss": float("nan") if step == 11 else 1 / step})
+    page = watched(serve(tmp_path / "run"))
+    page.get_by_role("link", name="Trends over steps").click()
+    expect(page.get_by_text("2 of them on abandoned branches")).to_be_visible()
+    page.get_by_role("button", name="by time").click()
+    expect(page).to_have_url(re.compile("by=time"))
+    chart, told = page.get_by_role("img", name=re.compile("^loss")), page.locator("#trends-text")
+    chart.focus()
+    page.keyboard.press("Home")
+    expect(told).to_contain_text(re.compile("step 2 · .* UTC · .* · loss 0.5"))
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(told).to_contain_text("step 8 · abandoned branch")
+    page.keyboard.press("End")
+    expect(told).to_contain_text("loss NaN")
+    expect_colours(page, "[data-metric] canvas", 4)

@@ -46,7 +46,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
             are missing or cut short, or the index is damaged; damaged: a verification found changed bytes (--json has
             that in "verification"); unread: it could not be read, and nothing is known; foreign: files of another
-            program; run: a run itself.
+            program; run: a run itself. What is not healthy, as a metric or elements that are NaN, is named below.
             "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
@@ -102,6 +102,8 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if info.unhealthy:
+            print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
@@ -110,7 +112,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
     metrics = {name: json_number(value) for name, value in info.metrics.items()}
-    return msgspec.structs.asdict(info) | {"metrics": metrics}
+    return msgspec.structs.asdict(info) | {"metrics": metrics, "unhealthy": info.unhealthy}
 
 
 def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:

@@ -108,6 +108,8 @@ class PhaseTime(msgspec.Struct, frozen=True):
     longest_ns: int
     slowest: int
     """The rank with the longest time."""
+    slowest_nbytes: int
+    """The bytes of that rank in the phase."""
 
 
 class RankTime(msgspec.Struct, frozen=True):
@@ -293,15 +295,16 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
     times = covered_ns(group, spans.start, spans.stop, len(keys))
     name, where = keys // len(numbers), keys % len(numbers)
     counts = np.bincount(spans.name, minlength=len(spans.names)).tolist()
-    moved = np.zeros(len(spans.names), np.int64)
-    np.add.at(moved, spans.name, spans.nbytes)
+    moved = np.zeros(len(keys), np.int64)
+    np.add.at(moved, group, spans.nbytes)
     phases: list[PhaseTime] = []
     edges = np.searchsorted(name, np.arange(len(spans.names) + 1)).tolist()
     for number, text in enumerate(spans.names):
-        ours = times[edges[number] : edges[number + 1]]
+        part = slice(edges[number], edges[number + 1])
+        ours, nbytes = times[part], moved[part]
         if not len(ours):
             continue
-        slowest = int(numbers[where[edges[number] + int(ours.argmax())]])
+        slowest = int(ours.argmax())
         middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
         phases.append(
@@ -309,10 +312,11 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
                 text,
                 len(ours),
                 spans=counts[number],
-                nbytes=int(moved[number]),
+                nbytes=int(nbytes.sum()),
                 median_ns=middle,
                 longest_ns=longest,
-                slowest=slowest,
+                slowest=int(numbers[where[part][slowest]]),
+                slowest_nbytes=int(nbytes[slowest]),
             )
         )
     return tuple(phases)

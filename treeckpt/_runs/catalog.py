@@ -40,7 +40,7 @@ from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
 from .._core.sharding.int_runs import length_of
 from .._core.sharding.placements import Layout, MeshLayout, Replicate
-from .._core.text import bytes_text, ranks_text
+from .._core.text import bytes_text, count_text, json_number, ranks_text
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import shows_damage, wrap_read_error
@@ -255,6 +255,9 @@ class DiskInfo(msgspec.Struct, frozen=True, gc=False):
 
 Status = Literal["complete", "partial", "corrupt", "unread", "foreign"]
 
+MAX_METRIC_TEXT = 200
+"""Characters that a text has of the name of a metric."""
+
 
 class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """One directory of a run."""
@@ -338,9 +341,24 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return f"{verified.problems[0].file}: {verified.problems[0].text}{more}"
 
     @property
+    def unhealthy(self) -> str:
+        """What is no finite number, as far as known: a metric, or elements of arrays that a verification counted.
+
+        A checkpoint with NaN is intact, for it has the bytes that were saved; but no run goes on from it.
+        """
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                return f"{visible(name[:MAX_METRIC_TEXT])} is {json_number(value)}"
+        found = self.verification
+        if found is None or not found.nan:
+            return ""
+        return f"{count_text(found.nan, 'element')} of arrays NaN, first in {visible(found.nan_in)}"
+
+    @property
     def state_and_problem(self) -> str:
-        """The state, with what is wrong."""
-        return f"{self.state}: {self.problem}" if self.problem else self.state
+        """The state, with what is wrong, or what is no finite number."""
+        wrong = "; ".join(filter(None, (self.problem, self.unhealthy and f"not healthy: {self.unhealthy}")))
+        return f"{self.state}: {wrong}" if wrong else self.state
 
 
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
@@ -390,8 +408,8 @@ def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[An
 
 
 def with_verification(info: CheckpointInfo, folder: Store, known: VerificationStore) -> CheckpointInfo:
-    """Returns the same with what is known of the bytes of a complete checkpoint in a folder."""
-    if info.status != "complete":
+    """Returns the same with what is known of the bytes of a checkpoint in a folder; a corrupt one may have an index."""
+    if info.status not in ("complete", "corrupt") or info.save_id is None:
         return info
     return msgspec.structs.replace(info, verification=known.find(folder, info.save_id, beside=info.found_damaged))
 

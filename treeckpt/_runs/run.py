@@ -671,7 +671,7 @@ class CheckpointSelector:
     def best(self, policy: Best) -> CheckpointId | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
 
-        A step that a verification has found damaged counts for no policy; it is passed over, and logged.
+        A step that a verification has found damaged, or that is not healthy, is passed over, and logged.
         """
         complete = self.complete()
         steps = [step_info(info) for info in complete]
@@ -681,9 +681,11 @@ class CheckpointSelector:
             self.warn_once(self.directory.url, unmeasured_text(policy.metric, steps))
         for step in (one.step for one in rated):
             info = infos[step]
-            if not with_verification(info, self.directory.store.folder(info.name), known).damaged:
+            info = with_verification(info, self.directory.store.folder(info.name), known)
+            if not info.damaged and not info.unhealthy:
                 return step
-            self.warn_once(info.path, "passed over as the best, since a verification has found it damaged")
+            why = "a verification has found it damaged" if info.damaged else info.unhealthy
+            self.warn_once(info.path, f"passed over as the best, since {why}")
         return None
 
     def choose(

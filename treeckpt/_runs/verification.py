@@ -72,6 +72,11 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The first of the problems."""
     unread: list[DamagedPart] = []
     """The first parts that could not be read. Without problems a verification that has some is not kept."""
+    nan: int | None = None
+    """How many elements of arrays are NaN; None where they were not counted. Infinities count as healthy: masks have
+    them."""
+    nan_in: str = ""
+    """The path of the first array with NaN."""
     beside: bool = False
     """Whether it stands beside the checkpoint, where all who use it see it; it holds for as long as it stands there."""
     changed: bool = False
@@ -163,7 +168,14 @@ def verify_folder(
     fingerprint = fingerprint_of(entries, index.save_id)
     verification = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)
     if statistics is not None and moments is not None and verification.ok:
-        statistics.record(folder.place, index, verification.fingerprint, verification.ended_ns, moments.found())
+        found = moments.found()
+        statistics.record(folder.place, index, verification.fingerprint, verification.ended_ns, found)
+        first = next((leaf for leaf, numbers in sorted(found.items()) if numbers.nan), None)
+        verification = msgspec.structs.replace(
+            verification,
+            nan=sum(numbers.nan for numbers in found.values()),
+            nan_in="" if first is None else index.entries[first].path,
+        )
     return report, verification
 
 

@@ -1,6 +1,7 @@
 /** The part of uPlot that the charts use, for the type checker. */
 declare class uPlot {
-  constructor(options: uPlot.Options, data: (number | null)[][], holder: HTMLElement);
+  constructor(options: uPlot.Options, data: (number | null | undefined)[][], holder: HTMLElement);
+  static tzDate(date: Date, zone: string): Date;
   static paths: { bars(options: object): unknown };
   readonly ctx: CanvasRenderingContext2D;
   readonly bbox: { left: number; top: number; width: number; height: number };
@@ -23,7 +24,7 @@ declare namespace uPlot {
   interface Axis {
     splits?: (u: uPlot, axis: number, low: number, high: number, step: number) => number[];
     filter?: (u: uPlot, splits: number[]) => (number | null)[];
-    values?: (u: uPlot, splits: number[]) => string[];
+    values?: (u: uPlot, splits: number[], axis: number, space: number, step: number) => string[];
     [style: string]: unknown;
   }
   interface Scale {
@@ -34,6 +35,7 @@ declare namespace uPlot {
   interface Options {
     width: number;
     height: number;
+    tzDate?: (seconds: number) => Date;
     scales: Record<string, Scale>;
     axes: Axis[];
     series: object[];

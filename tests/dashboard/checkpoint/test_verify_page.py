@@ -230,3 +230,27 @@ def test_damage_that_another_user_has_found_is_shown_and_what_is_known_here_alon
     found = verified(other)
     assert found["checkpoint"]["status"] == "verified", "it was compared after that"
     assert list(path.glob("damage.*")) and "treeckpt verify removes that" in found["job"]["error"]
+
+
+def test_each_shard_says_what_is_known_of_it(many_shards, tmp_path):
+    path, index = many_shards
+    files = index.file_list
+    flip(path / files[3].name)
+    (path / files[5].name).unlink()
+    with (path / files[7].name).open("rb+") as file:
+        file.truncate(100)
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    at = f"/api/v1/checkpoints/{the_checkpoint(client)['id']}/files"
+
+    def states():
+        rows = client.get(at).json()["rows"]
+        return {row["number"]: row["state"] for row in rows if row["number"] < 10}
+
+    gone = {5: "missing", 7: "cut short"}
+    assert states() == {n: gone.get(n, "not verified") for n in range(10)}
+    verified(client)
+    assert states() == {n: gone.get(n, "damaged" if n == 3 else "verified") for n in range(10)}
+    (path / files[9].name).touch()
+    assert states()[8] == "not verified", "the files were written since"
+    text = client.get(f"{at.removeprefix('/api/v1')}/5").text
+    assert "Missing: there is no such file in step_00000007." in text

@@ -1,9 +1,11 @@
 """What a run can be resumed from, whether its newest good checkpoint is late, and the lineage after rollbacks."""
 
+import json
 import subprocess
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
 import treeckpt as tc
@@ -11,9 +13,11 @@ from tests.dashboard.helpers import page
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
 from tests.helpers.world import on_ranks
+from treeckpt._cli.main import main
 from treeckpt._core.format.lineage import Lineage
 from treeckpt._runs.catalog import CheckpointInfo
-from treeckpt._runs.verification import Verification
+from treeckpt._runs.statistics_store import StatisticsStore
+from treeckpt._runs.verification import Verification, VerificationStore, cache_directory, verify_folder
 from treeckpt.policy import Best, parse_keep
 from treeckpt_dashboard.runs.summary import resume_facts, save_pace, shell_quoted
 
@@ -40,13 +44,15 @@ def saved(step, ago, **fields):
     )
 
 
-def facts_of(*listed, policies=(), metrics=()):
-    return resume_facts(listed, policies, metrics)
+def facts_of(*listed, policies=(), chosen=None):
+    return resume_facts(listed, policies, chosen)
 
 
 def test_newest_good_best_and_newest_verified_are_told_with_what_loads_them(serve, tmp_path):
     run = write_metrics(tmp_path / "run", {1: {"loss": 3.0}, 2: {"loss": 1.5}, 3: {"loss": 2.0, "lr": 1.0}})
-    found = panel(serve(run))
+    client = serve(run)
+    assert step_of(panel(client)["best"]) is None, "whether more is better is not known"
+    found = panel(client, "?best=loss:min")
     assert [step_of(found[kind]) for kind in ("newest", "best", "verified")] == [3, 2, None]
     best = found["best"]
     assert (best["metric"], best["mode"], best["value"]) == ("loss", "min", 1.5) and found["newest"]["metric"] is None
@@ -70,7 +76,7 @@ def test_what_two_ranks_saved_with_state_of_their_own_loads_in_one_process_as_sh
             manager.save(step, {"x": step, "rng": tc.PerRank(comm.rank)}, metrics={"loss": step})
 
     on_ranks(2, work)
-    found = panel(serve(tmp_path / "run"))
+    found = panel(serve(tmp_path / "run"), "?best=loss:min")
     for kind, form, step in (("newest", "load", 60), ("best", "load", 50), ("best", "manager", 50)):
         names = {}
         exec(found[kind]["snippets"][form], names)
@@ -82,6 +88,46 @@ def test_the_best_is_that_of_the_policy(serve, tmp_path):
     client = serve(run, policies=parse_keep("best:acc:max"))
     assert (step_of(panel(client)["best"]), panel(client)["best"]["mode"]) == (2, "max")
     assert step_of(panel(client, "?keep=best:loss:1:max")["best"]) == 1
+    assert step_of(panel(client, "?best=loss:min")["best"]) == 2, "what the user chooses goes before the policy"
+    assert page(client, "?best=loss").status_code == 200 and page(client, "?best=loss:min:0").status_code == 422
+
+
+def test_the_choice_of_the_best_is_kept_in_the_links_of_the_page(serve, tmp_path):
+    client = serve(write_metrics(tmp_path / "run", {1: {"reward": 3.0}, 2: {"reward": 1.5}}))
+    run = page(client).json()["run"]["id"]
+    text = client.get(f"/runs/{run}?best=reward:max").text
+    assert '<button name="best" value="" aria-pressed="true">highest reward</button>' in text
+    assert "&amp;best=reward%3Amax" in text and '<input type="hidden" name="best" value="reward:max">' in text
+
+
+def test_what_is_intact_but_not_healthy_is_passed_over_and_named(serve, tmp_path, capsys):
+    run = tmp_path / "run"
+    nan, cache = float("nan"), cache_directory()
+    arrays = {18: [1.0, nan, float("inf")], 19: [nan, nan, 1.0]}
+    with tc.Manager(run, keep=None, background=False) as manager:
+        for step, loss in {10: 0.5, 15: nan, 18: 0.2, 19: 0.1}.items():
+            manager.save(step, {"w": np.array(arrays.get(step, [1.0]))}, metrics={"loss": loss})
+        for step in arrays:
+            folder = tc.LocalStore(run / f"step_{step:08d}")
+            _, found = verify_folder(folder, "test", statistics=StatisticsStore(cache))
+            assert VerificationStore(cache).record(folder, found, beside=True) == []
+        assert manager.best("loss") == 10
+    client = serve(run)
+    found = panel(client, "?best=loss:min")
+    assert (step_of(found["newest"]), step_of(found["best"]), step_of(found["verified"])) == (10, 10, None)
+    assert [(one["step"], one["reason"]) for one in found["passed_over"]] == [
+        (19, "2 elements of arrays NaN, first in w"),
+        (18, "1 element of arrays NaN, first in w"),
+        (15, "loss is NaN"),
+    ]
+    assert "manager.restore(step=10)" in found["newest"]["snippets"]["manager"], "resume would go on from step 19"
+    text = client.get(f"/runs/{found['newest']['checkpoint']['run']}").text
+    assert "2 elements of arrays NaN, first in w" in text and ">not healthy<" in text
+    assert main(["ls", str(run)]) == 0
+    assert "step_00000015: not healthy: loss is NaN" in capsys.readouterr().out
+    assert main(["ls", str(run), "--json"]) == 0
+    rows = {row["step"]: row["unhealthy"] for row in json.loads(capsys.readouterr().out)}
+    assert (rows[10], rows[15], rows[19]) == ("", "loss is NaN", "2 elements of arrays NaN, first in w")
 
 
 def test_damaged_partial_and_abandoned_ones_are_no_good(serve, tmp_path):
@@ -96,7 +142,7 @@ def test_damaged_partial_and_abandoned_ones_are_no_good(serve, tmp_path):
     facts = facts_of(*listed)
     assert [pair and pair[0] for pair in (facts.newest, facts.verified)] == ["3", "2"]
     ratings = [saved(n, n, metrics={"loss": value}) for n, value in ((1, float("nan")), (2, 2.0), (3, 2.0), (4, 3.0))]
-    best = facts_of(*ratings, metrics=["lr", "loss"]).best
+    best = facts_of(*ratings, chosen=Best("loss")).best
     assert best is not None and best[0] == "2", "of equal ones the newest, which comes first"
     assert facts_of().newest is None is facts_of(saved(1, 1), policies=(Best("loss"),)).best
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import treeckpt as tc
 from tests.helpers.large import spans_of_ranks, write_timed
 from tests.helpers.samples import START_NS, write_run
 from treeckpt._core.format.timings import Span
@@ -13,7 +14,8 @@ def test_trends_are_the_complete_checkpoints_by_step(client, serve, tmp_path, ru
     assert page["step"] == [100, 200, 700] and page["world"] == [4, 4, 4]
     newest = found["checkpoints"][0]
     assert page["ids"][-1] == newest["id"] and page["seconds"][-1] == page["blocked"][-1] == newest["seconds"]
-    assert 0.4 < page["dedupe"][-1] < 0.8  # tp holds most of the state twice
+    assert 1.2 < page["dedupe"][-1] < 2.5  # tp holds most of the state twice
+    assert page["branch"] == [0, 0, 0] and page["created"] == sorted(page["created"])
     text = client.get(f"/runs/{found['id']}/trends").text
     assert f"diff?a={page['ids'][1]}&amp;b={page['ids'][2]}" in text
     empty = serve(tmp_path)
@@ -111,12 +113,58 @@ def test_hosts_are_listed_with_their_ranks_that_were_slow_again_and_again(trends
     assert ask()["slow"][:4] == [5, None, 5, None]
 
 
-def test_a_sentence_says_that_the_last_saves_became_slower_and_where(trends):
-    ask = trends(60, lambda n: spans_of(PHASES | {"fsync": 220 if n > 40 else 20}, slow=[5] * (n > 52)))
+def test_a_sentence_says_since_when_saves_take_longer_in_which_phase_and_on_which_ranks(trends):
+    ask = trends(60, lambda n: spans_of(PHASES | {"fsync": 220 if n > 40 else 20}, slow=[5] * (n > 58)))
     text = ask()["text"]
-    assert text.startswith("The last 20 saves took ") and " x the 40 before (" in text
-    assert "Of the phases, fsync changed the most, from 22 ms to 222 ms." in text
-    assert text.endswith("Rank 5 (host node1) stood out in 8 of them.")
+    assert text.startswith("Since step 41 (2025-06-15 ") and " UTC) saves take 276 ms in the median, " in text
+    assert "3.6 x the 40 saves before (76 ms)." in text
+    assert "Of the phases, fsync changed the most, from 22 ms to 222 ms, on all 8 ranks." in text
+    assert text.endswith("Rank 5 (host node1) stood out in 2 of the last 20.")
+
+
+def test_a_change_on_one_rank_names_it_and_its_host(trends):
+    ask = trends(60, lambda n: spans_of(PHASES, slow=[5] * (n > 51), phase="fsync"))
+    text = ask()["text"]
+    assert text.startswith("Since step 52 ") and "fsync changed the most" in text
+    assert ", on rank 5 (host node1). Rank 5 (host node1) stood out in 9 of the last 20." in text
+
+
+def test_saves_that_take_as_long_as_ever_are_said_to(trends):
+    assert trends(12, lambda n: spans_of(PHASES))()["text"] == "All 12 saves took about as long, 76 ms in the median."
+
+
+def test_a_save_after_a_change_is_told_beside_those_since_then_and_those_before(trends):
+    ask = trends(60, lambda n: spans_of(PHASES | {"fsync": 220 if n > 40 else 20}))
+    ids = ask()["ids"]
+    told = ask(f"/checkpoints/{ids[59]}/timing")["diagnosis"]
+    assert told.startswith("As long as usual: 1 x the median of the 19 saves before it, 276 ms; since step 41 (2025-")
+    assert "UTC) saves take longer, 3.6 x the 76 ms before; " in told
+    assert told.endswith("of it is fsync on all 8 ranks alike, 220 ms to 222 ms.")
+    told = ask(f"/checkpoints/{ids[40]}/timing")["diagnosis"]
+    assert told.startswith("3.6 x the median of the 40 saves before it, 76 ms; ")
+
+
+def test_the_saves_of_abandoned_branches_are_apart(serve, tmp_path):
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        for step in range(2, 22, 2):
+            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        manager.restore(step=10)
+        for step in range(11, 22, 2):
+            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
+    client = serve(tmp_path / "run")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    page = client.get(f"/api/v1/runs/{run['id']}/trends").json()
+    assert page["step"] == [*range(2, 22, 2), *range(11, 22, 2)] and page["present"] == page["timed"] == 11
+    assert page["branch"] == [0] * 5 + [1] * 5 + [0] * 6 and page["created"] == sorted(page["created"])
+    bins = client.get(f"/api/v1/runs/{run['id']}/trends/bins").json()
+    assert sorted(bins["step"]) == bins["step"] == [2, 4, 6, 8, 10, *range(11, 22, 2)]
+    assert "5 of them on abandoned branches" in client.get(f"/runs/{run['id']}/trends").text
+
+
+def test_bins_hold_as_many_saves_but_for_one(trends, monkeypatch):
+    monkeypatch.setattr("treeckpt_dashboard.timing.trends.BINS", 4)
+    assert sorted(trends(21, lambda n: spans_of(PHASES))("/bins")["counts"]) == [5, 5, 5, 6]
 
 
 def test_the_timing_of_a_save_says_whether_it_is_a_trend(trends):
