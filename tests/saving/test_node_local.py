@@ -137,6 +137,16 @@ def test_a_disk_that_cannot_publish_behind_the_commit_is_named_and_keeps_all(tmp
     assert (second / INDEX_NAME).read_bytes() == (first / INDEX_NAME).read_bytes()
 
 
+def test_what_is_prepared_beside_its_own_index_goes_alone(tmp_path: Path) -> None:
+    """Of a job that was killed behind its commit, on the disk of rank 0."""
+    assert errors_of(on_ranks(WORLD, lambda comm: train(comm, tmp_path, 1))) == [None] * WORLD
+    step = disk(tmp_path, 0) / "run" / "step_00000001"
+    before, save_id = {path.name for path in step.iterdir()}, tc.inspect(step).save_id
+    (step / f"prepared.{save_id}.json").write_bytes((step / INDEX_NAME).read_bytes())
+    assert not publish_prepared(LocalStore(step), save_id)
+    assert {path.name for path in step.iterdir()} == before
+
+
 def test_what_another_process_deletes_or_repairs_is_not_completed_meanwhile(tmp_path: Path) -> None:
     save_with_a_bad_disk(tmp_path, 1)
     store, save_id = LocalStore(checkpoint(tmp_path, 1)), tc.inspect(checkpoint(tmp_path, 0)).save_id
