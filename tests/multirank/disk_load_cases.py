@@ -123,6 +123,9 @@ def a_wiped_host_is_named_with_what_it_had(here: Rank) -> None:
     with pytest.raises(tc.TreeckptError, match=r"host host1, with ranks 2-3: [\d.]+ MB of \d leaves"):
         tc.load_into(path, {"rows": target}, strict=False, read=ONCE)
     assert (target == 9).all()
+    salvaged = tc.load(path, read=ONCE, fallback=tc.Fallback(on_corrupt="skip"))
+    assert salvaged["rows"] is ... and salvaged["step"] == 7
+    assert here.rank > 1 or torch.equal(salvaged["own"].value, torch.full((9,), here.rank))
 
 
 def model_and_optimizer(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -168,7 +171,7 @@ def a_manager_resumes_from_the_newest_step_that_is_whole(here: Rank) -> None:
         alone(here, host * 2, lambda run=run: shutil.rmtree(run / "step_00000003"))
         fresh, state = model_and_optimizer(2)
         with tc.Manager(run, keep=None, background=False) as manager:
-            assert (manager.steps(), manager.latest()) == ([1, 2], 2)
+            assert (manager.steps(), manager.latest(), manager.latest(verify=True)) == ([1, 2], 2, 2)
             report = manager.resume(fresh, state)
             assert report is not None and manager.count == 2 and (fresh.bias == 2).all()
             assert len(report.passed_over) == 1 and f"host host{host}" in report.passed_over[0], report.passed_over

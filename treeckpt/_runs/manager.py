@@ -545,7 +545,8 @@ class Manager:
         Checkpoints that are skipped are logged. After a rollback the abandoned branch comes last.
 
         Args:
-            verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked.
+            verify: reads everything and compares checksums; otherwise the index and the sizes of files are checked. Of
+                the disks of several hosts that of rank 0 is read: `treeckpt.verify` reads that of each rank.
 
         Raises:
             CheckpointNotFound: the manager was given the path of one checkpoint in the place of its run.

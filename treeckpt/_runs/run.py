@@ -590,6 +590,11 @@ class CheckpointSelector:
         It is not read again where damage is known, and no file was written since.
         """
         folder, known = self.directory.store.folder(info.name), VerificationStore(cache_directory())
+        if self.joined is not None:
+            here = "what rank 0 has of it alone" if folder.entry(INDEX_NAME) is not None else "nothing of it"
+            self.warn_once(info.path, f"on the disks of several hosts: {here} is compared with its checksums")
+            if here == "nothing of it":
+                return ""
         before = with_verification(info, folder, known).verification
         if before is not None and before.beside and not before.changed:
             return f"a verification has found {count_text(before.total, 'problem')}, first {before.problems[0].text}"
