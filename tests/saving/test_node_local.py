@@ -170,5 +170,11 @@ def test_a_clean_up_waits_for_a_host_that_no_rank_is_on(tmp_path: Path, caplog: 
     (disk(tmp_path, 2) / "run" / "step_00000009").mkdir(parents=True)
     assert errors_of(on_ranks(2, lambda comm: train_on(comm, 2))) == [None] * 2
     assert (step / f"prepared.{save_id}.json").exists()
+    index = disk(tmp_path, 0) / "run" / step.name / INDEX_NAME
+    data = index.read_bytes()
+    index.write_bytes(data[:-9])  # a damaged one may be that of the save
+    assert errors_of(on_ranks(2, lambda comm: train_on(comm, 0))) == [None] * 2
+    assert (step / f"prepared.{save_id}.json").exists()
+    index.write_bytes(data)
     assert errors_of(on_ranks(2, lambda comm: train_on(comm, 0))) == [None] * 2
     assert (step / INDEX_NAME).exists() and "completed, as another disk has the index" in caplog.text
