@@ -137,6 +137,16 @@ def test_a_disk_that_cannot_publish_behind_the_commit_is_named_and_keeps_all(tmp
     assert (second / INDEX_NAME).read_bytes() == (first / INDEX_NAME).read_bytes()
 
 
+def test_what_is_prepared_beside_its_own_index_goes_alone(tmp_path: Path) -> None:
+    """Of a job that was killed behind its commit, on the disk of rank 0."""
+    assert errors_of(on_ranks(WORLD, lambda comm: train(comm, tmp_path, 1))) == [None] * WORLD
+    step = disk(tmp_path, 0) / "run" / "step_00000001"
+    before, save_id = {path.name for path in step.iterdir()}, tc.inspect(step).save_id
+    (step / f"prepared.{save_id}.json").write_bytes((step / INDEX_NAME).read_bytes())
+    assert not publish_prepared(LocalStore(step), save_id)
+    assert {path.name for path in step.iterdir()} == before
+
+
 def test_what_another_process_deletes_or_repairs_is_not_completed_meanwhile(tmp_path: Path) -> None:
     save_with_a_bad_disk(tmp_path, 1)
     store, save_id = LocalStore(checkpoint(tmp_path, 1)), tc.inspect(checkpoint(tmp_path, 0)).save_id
@@ -160,5 +170,11 @@ def test_a_clean_up_waits_for_a_host_that_no_rank_is_on(tmp_path: Path, caplog: 
     (disk(tmp_path, 2) / "run" / "step_00000009").mkdir(parents=True)
     assert errors_of(on_ranks(2, lambda comm: train_on(comm, 2))) == [None] * 2
     assert (step / f"prepared.{save_id}.json").exists()
+    index = disk(tmp_path, 0) / "run" / step.name / INDEX_NAME
+    data = index.read_bytes()
+    index.write_bytes(data[:-9])  # a damaged one may be that of the save
+    assert errors_of(on_ranks(2, lambda comm: train_on(comm, 0))) == [None] * 2
+    assert (step / f"prepared.{save_id}.json").exists()
+    index.write_bytes(data)
     assert errors_of(on_ranks(2, lambda comm: train_on(comm, 0))) == [None] * 2
     assert (step / INDEX_NAME).exists() and "completed, as another disk has the index" in caplog.text

@@ -4,8 +4,8 @@ Ranks tell each other what they see of the run. The lowest rank of each disk is 
 disks have.
 
 - A save that died behind its commit (`_saving.node_local`) is completed: where a disk has the index, the leaders of the
-  others publish what they have prepared. Of a save that no disk has committed the prepared files are deleted, where all
-  its disks are there to say so, as their shards show: clean-ups delete these only behind it.
+  others publish what they have prepared. Of a save that was not committed the prepared files are deleted, where the
+  disk of its rank 0, which alone decides, is there to say so.
 - Policies choose from the checkpoints that are whole over all disks, so that all leaders keep and delete the same
   steps. Of others, of which a disk is lost, the parts stay as long as the policies would keep them, were they whole.
 - A pin on one disk counts on all; it is written on those that lack it.
@@ -24,9 +24,8 @@ import msgspec
 import xxhash
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.files import is_step_name, prepared_name
+from .._core.format.files import is_step_name, parse_file_name, prepared_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
-from .._core.format.records import Index
 from .._core.format.shard_header import parse_shard_name
 from .._inspect.deletion import CleanReport, JoinedRun, RetainedDirectory
 from .._io.comm.collective import Conclusion, Exchange, gather_errors, raise_faults
@@ -81,13 +80,13 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
         infos = (info for view in self.views.values() for info in view.infos)
         return any((i.name, i.save_id) == (name, save_id) and i.status in ("complete", "corrupt") for i in infos)
 
-    def has_asked(self, name: str, index: Index) -> bool:
-        """Whether all disks of a save that was not committed here are among those of the run: each has its shards.
+    def has_asked(self, name: str, save_id: str) -> bool:
+        """Whether the disk that decides about a save is among those of the run, and has not committed it.
 
-        Names of hosts do not say it: a host that was replaced, with another disk, may have the name of the one before.
+        That is the disk with the shards of rank 0. Names of hosts do not say it: a host that was replaced, with another
+        disk, may have the name of the one before.
         """
-        found = {rank for view in self.views.values() for rank in view.uncommitted.get(f"{name}/{index.save_id}", ())}
-        return all(disk.leader in found for disk in index.disks)
+        return any(0 in view.uncommitted.get(f"{name}/{save_id}", ()) for view in self.views.values())
 
     def merged(self, reports: Mapping[int, CleanReport]) -> CleanReport:
         """Returns the report of the first disk, with what others left, could not remove or completed."""
@@ -136,10 +135,14 @@ def _disk_digest(run: RunDirectory) -> bytes:
 def _view(run: RunDirectory) -> RunView:
     infos, uncommitted = seen_here(run), dict[str, list[int]]()
     committed = {(info.name, info.save_id) for info in infos if info.status in ("complete", "corrupt")}
+    # an index that cannot be read may be that of any save, and one that was taken away may be put back
+    illegible = {info.name for info in infos if info.status in ("corrupt", "unread") and info.save_id is None}
     for path in _step_paths(run):
-        for shard in filter(None, map(parse_shard_name, run.store.folder(path.name).sizes())):
-            if (path.name, shard[0]) not in committed:
-                uncommitted.setdefault(f"{path.name}/{shard[0]}", []).append(shard[1])
+        names = run.store.folder(path.name).sizes()
+        deleted = {kind.save_id for kind in map(parse_file_name, names) if kind and kind.kind == "deleted"}
+        for save_id, rank, *_ in filter(None, map(parse_shard_name, names)):
+            if (path.name, save_id) not in committed and path.name not in illegible and save_id not in deleted:
+                uncommitted.setdefault(f"{path.name}/{save_id}", []).append(rank)
     return RunView(this_process().host, infos, {key: tuple(ranks) for key, ranks in uncommitted.items()})
 
 
@@ -205,16 +208,16 @@ def complete_saves(run: RunDirectory, disks: RunDisks, busy: Collection[str] = (
                     if publish_prepared(folder, save_id):
                         done.append(f"{folder.place}: completed, as another disk has the index of save {save_id}")
                     continue
-                prepared = decode_index(folder.read(prepared_name(save_id), limit=MAX_INDEX), folder.url)
-                if disks.has_asked(name, prepared):
+                if disks.has_asked(name, save_id):
                     if discard_prepared(folder, names, (save_id,)):
                         folder.remove_directory()
                         done.append(
                             f"{folder.place}: deleted what save {save_id} has left, which no disk has committed"
                         )
                 else:
-                    hosts = ", ".join(disk.host for disk in prepared.disks)
-                    _log.warning("%s: save %s waits for the disks of %s", folder.place, save_id, hosts)
+                    prepared = decode_index(folder.read(prepared_name(save_id), limit=MAX_INDEX), folder.url)
+                    host = prepared.disks[0].host if prepared.disks else "another host"
+                    _log.warning("%s: save %s waits for the disk of %s", folder.place, save_id, host)
         except (TreeckptError, OSError) as error:
             _log.warning("%s: a save of several disks could not be completed: %s", folder.place, error)
     for text in done:

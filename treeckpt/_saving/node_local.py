@@ -7,16 +7,17 @@ to one disk takes no message and no request for it. The ranks go on in the conve
    sees the other: each has written a file before it looks, and a rank that has just written there gets no older listing
    from the cache of a network file system. Ranks that see each other, directly or by others, are on one disk. If all
    are, files are missing indeed, and the save fails. The lowest rank of each disk is its leader.
-2. *Prepare*. Rank 0 makes the index, with the disks, and sends it with the timings and the sidecar files. Every other
-   leader waits for locks on its disk, looks at what is there, as rank 0 did at the beginning, checks the shards of its
-   ranks, and writes all this durably, the index as `prepared.<save id>.json`.
+2. *Prepare*. Rank 0 makes the index, with the disks, writes it durably as `prepared.<save id>.json`, and sends it with
+   the timings and the sidecar files. Every other leader waits for locks on its disk, looks at what is there, as rank 0
+   did at the beginning, checks the shards of its ranks, and writes all this durably too.
 3. *Commit*. If all are ready, rank 0 publishes the index on its disk. This is the commit of the save on all disks.
 4. *Publish*. Every other leader renames its prepared index to `index.json`.
 
 A save that dies before the commit leaves no index of it on any disk, one that dies behind it leaves one on the first
 disk, and on the others the shards with a prepared index. What that is, one disk alone does not say: such files stay,
-whoever cleans up there. A call of all ranks that sees several disks says it: it publishes the prepared index of a save
-of which another disk has the index, and removes the files of any other (`_runs.disks`).
+whoever cleans up there, on the first disk too, so that it can be asked. A call of all ranks that sees several disks
+says it: it publishes the prepared index of a save of which another disk has the index, and removes the files of any
+other (`_runs.disk_cleanup`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
-from ..errors import CheckpointExists, RankError
+from ..errors import CheckpointError, CheckpointExists, RankError
 from .agree import AgreedSave
 from .shard_writer import (
     CommitResult,
@@ -159,7 +160,15 @@ class _RankSide:
         index = decode_index(order.index)
         look = PathLook(store, self.record, overwrite=info.options.overwrite)
         # deletions and repairs that have not seen this rank's record have ended
-        self._replaced = look.clear(look.checked(unlocked_sizes(store)))
+        names = look.checked(unlocked_sizes(store))
+        if prepared_name(info.save_id) in names:
+            raise CheckpointError(
+                store.url,
+                expected=f"one of the {len(order.disks)} disks on which the ranks see different files",
+                found="what a rank of another one has just written",
+                hint="The file system shows what other hosts write too late to save there",
+            )
+        self._replaced = look.clear(names)
         check_files_exist(store, index, store.sizes(), info.rank)
         for name, data in order.sidecars.items():
             store.publish(stored_name(info.save_id, name), data, replace=True)
@@ -180,8 +189,9 @@ class _RankSide:
         store = self.agreed.store
         with contextlib.suppress(Exception):  # the rest may fail without harm
             names = store.sizes().keys() - {self.record.name}
-            discard_prepared(store, names, prepared_saves(names))
-            clear_leftovers(store, names, known=self.agreed.info.save_id)
+            save_id = self.agreed.info.save_id
+            discard_prepared(store, names, [other for other in prepared_saves(names) if other != save_id])
+            clear_leftovers(store, names, known=save_id)
 
     def _undo(self) -> None:
         """Removes what was prepared for a save that has failed; the shards of each rank are removed by its caller."""
@@ -214,6 +224,8 @@ class _Coordinator:
         )
         ended = inline.commit(self._reports, faults)
         writer.error = inline.error
+        if self.disks and not (ended.faults and ended.in_place):
+            remove_files(agreed.store, [prepared_name(agreed.info.save_id)])
         if self.disks and not ended.faults:
             ended = CommitResult(tuple(self._order(DiskOrder())), True, disks=self.disks)
             self._log_disks()
@@ -246,6 +258,7 @@ class _Coordinator:
         store, info = self._side.agreed.store, self._side.agreed.info
         names = [sidecar.name for sidecar in info.content.sidecars] if info.content is not None else []
         sidecars = {name: store.read(stored_name(info.save_id, name), limit=MAX_SIDECAR_NBYTES) for name in names}
+        store.publish(prepared_name(info.save_id), index, replace=True)
         return self._order(DiskOrder(None, self.disks, index, timings, sidecars))
 
     def _order(self, order: DiskOrder) -> list[Fault]:

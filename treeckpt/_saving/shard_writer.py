@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.files import Progress, Sidecar, parse_file_name, prepared_name, stored_name
+from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
 from .._core.format.records import Disk, File, FileTable, Index, build_index, file_table
@@ -622,13 +622,6 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank
                 found="no such file" if name not in sizes else f"{sizes[name]}",
                 hint="Something else deletes or changes files there; find out what, and save again",
             )
-    if prepared_name(index.save_id) in sizes:
-        raise CheckpointError(
-            store.url,
-            expected=f"one of the {len(index.disks)} disks on which the ranks see different files",
-            found="what a rank of another one has just written",
-            hint="The file system shows what other hosts write too late to save there",
-        )
 
 
 def check_still_there(store: Store, index: Index) -> None:

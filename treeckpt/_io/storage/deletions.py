@@ -612,7 +612,7 @@ def publish_prepared(store: Store, save_id: str) -> bool:
     """Publishes the prepared index of a save, for a caller that knows that it is committed on another disk.
 
     Returns:
-        False where the index was prepared no more.
+        False where the index was prepared no more, or is published.
 
     Raises:
         CheckpointError: as `hold_for_repair`.
@@ -620,7 +620,9 @@ def publish_prepared(store: Store, save_id: str) -> bool:
     with hold_for_repair(store) as names:
         if (prepared := prepared_name(save_id)) not in names:
             return False
-        replaced = committed_save_id(store)
+        if (replaced := committed_save_id(store)) == save_id:  # killed before it could delete the other file
+            store.delete(prepared)
+            return False
         store.rename(prepared, INDEX_NAME, replace=True)
         store.sync()
     if replaced is not None:
