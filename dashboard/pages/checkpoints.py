@@ -8,13 +8,14 @@ in time are ISO 8601 texts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.format.records import Index
 from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
@@ -297,3 +298,19 @@ def per_rank_keyword(info: CheckpointInfo) -> str:
     With it, a single process gets the state of rank 0 where each rank had its own; without it, that is an error.
     """
     return ", fallback=tc.Fallback(per_rank='take')" if (info.world or 1) > 1 else ""
+
+
+def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInfo]]:
+    """Returns the branches of a run, the oldest first: one begins where a save abandons the one before it."""
+    recorded = sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0))
+    groups: list[list[CheckpointInfo]] = []
+    for info in recorded:
+        before = groups[-1][-1].sequence if groups else None
+        if before is None or (info.lineage and _holds(info.lineage.abandoned, before)):
+            groups.append([])
+        groups[-1].append(info)
+    return groups
+
+
+def _holds(ranges: SequenceRanges, number: int) -> bool:
+    return any(first <= number <= last for first, last in ranges)

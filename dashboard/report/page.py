@@ -38,7 +38,7 @@ from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._inspect.treemap import TreemapKey
 from treeckpt._io.storage.checkpoint import NewestIndex
 from treeckpt._io.storage.open import open_store
-from treeckpt._runs import catalog
+from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, with_verification
 from treeckpt._runs.notebook import COLUMNS, checkpoint_rows
 from treeckpt._runs.verification import VerificationStore, cache_directory
@@ -182,13 +182,13 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     """Renders a run and its newest complete checkpoint.
 
     Args:
-        on_read: as for `catalog.scan`.
+        on_read: as for `discovery.scan`.
 
     Raises:
         CheckpointNotFound: there is no checkpoint in it.
     """
     read = NewestIndex(local=True)
-    infos = [info for info in catalog.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
+    infos = [info for info in discovery.scan(path, newest=read, on_read=on_read) if info.status != "foreign"]
     if not infos:
         raise CheckpointNotFound(os.fspath(path), expected="a checkpoint, or a run of some", found="neither")
     known = VerificationStore(cache_directory())

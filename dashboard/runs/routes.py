@@ -81,7 +81,7 @@ def get_run(
 ) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     _check_tag(request, library, [library.run(run_id)])
-    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, best, keep))
+    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, best=best, keep=keep))
 
 
 def show_metrics(library: Library) -> PlainTextResponse:

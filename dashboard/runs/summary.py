@@ -14,13 +14,20 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, id_of, mark_of, step_info
 from treeckpt.errors import visible
 from treeckpt.policy import Best, Policy, kept, parse_keep
 
-from ..pages.checkpoints import CheckpointRow, checkpoint_row, iso_time, per_rank_keyword, shorten, status_of
+from ..pages.checkpoints import (
+    CheckpointRow,
+    checkpoint_row,
+    iso_time,
+    lineage_branches,
+    per_rank_keyword,
+    shorten,
+    status_of,
+)
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import LastResult, Library, Listed, Run
 
@@ -284,18 +291,6 @@ def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
     return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
 
 
-def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInfo]]:
-    """Returns the branches of a run, the oldest first: one begins where a save abandons the one before it."""
-    recorded = sorted((i for i in infos if i.lineage is not None), key=lambda i: (i.sequence or 0, i.step or 0))
-    groups: list[list[CheckpointInfo]] = []
-    for info in recorded:
-        before = groups[-1][-1].sequence if groups else None
-        if before is None or (info.lineage and _holds(info.lineage.abandoned, before)):
-            groups.append([])
-        groups[-1].append(info)
-    return groups
-
-
 def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
     """Returns rows of the branches of a run, the newest first."""
     groups = lineage_branches(infos)
@@ -312,10 +307,6 @@ def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
         )
         for group in groups[: -MAX_BRANCHES - 1 : -1]
     ]
-
-
-def _holds(ranges: SequenceRanges, number: int) -> bool:
-    return any(first <= number <= last for first, last in ranges)
 
 
 def resume_panel(library: Library, run: Run, facts: ResumeFacts, chosen: str) -> ResumePanel:

@@ -25,7 +25,7 @@ from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
-from treeckpt._runs import catalog
+from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
 from treeckpt.errors import CheckpointNotFound, StoreError, visible
 from treeckpt.policy import Policy
@@ -128,7 +128,7 @@ def _run(given: str | Path | RunStore) -> Run:
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    single = catalog.is_checkpoint(path) or is_foreign(path)
+    single = discovery.is_checkpoint(path) or is_foreign(path)
     store = _SingleCheckpoint(path) if single else RunWithFiles(path)
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "", single)
 

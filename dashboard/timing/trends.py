@@ -23,8 +23,7 @@ from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import visible
 
-from ..pages.checkpoints import next_start
-from ..runs.summary import lineage_branches
+from ..pages.checkpoints import lineage_branches, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.reduced_timings import OTHER, ReducedTimings
 from ..store.watch import ScanProgress

@@ -10,7 +10,7 @@ from pathlib import Path
 import treeckpt as tc
 from tests.helpers.world import assert_equal, whole_tree
 from treeckpt._core.format.files import step_name, step_of
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 

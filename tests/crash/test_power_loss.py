@@ -16,7 +16,7 @@ from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
 from tests.helpers.world import assert_holds, seed_of, whole_tree
 from treeckpt._core.format.files import step_name
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,6 @@ from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shar
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, ListNode, PerRankNode
 from treeckpt._inspect.outline import Outline
-from treeckpt._runs.catalog import held_nbytes
 from treeckpt.errors import MismatchError
 
 
@@ -90,7 +89,7 @@ def test_replicas_are_held_by_each_of_their_ranks():
     }  # fmt: skip
     specs = [ArraySpec((6,), "uint8"), ArraySpec((100,), "uint8")]
     index = index_of(records, specs, structure=structure, layouts=layouts, world=6)
-    assert held_nbytes(index) == 2 * 6 + 6 * 6 + 6 + 2 * 100
+    assert index.held_nbytes == 2 * 6 + 6 * 6 + 6 + 2 * 100
 
 
 def test_extents_are_the_inverse_of_located_chunks(index):

@@ -19,7 +19,7 @@ from tests.helpers.world import assert_equal, errors_of, on_ranks, shards_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import BLOCK, parse_shard_name
 from treeckpt._io.storage import local_files
-from treeckpt._runs import catalog
+from treeckpt._runs import discovery
 
 WORLD = 2
 N = BLOCK // 8
@@ -276,7 +276,7 @@ def test_damaged_records_beside_a_checkpoint_change_nothing(tmp_path: Path, cont
         (tmp_path / "step_00000001" / record).write_bytes(content)
     assert_equal(tc.load(tmp_path / "step_00000001"), tree)
     assert tc.verify(tmp_path / "step_00000001").ok
-    (info,) = catalog.scan(tmp_path)
+    (info,) = discovery.scan(tmp_path)
     assert info.status == "complete" and info.pinned and info.saving == ()
 
 

@@ -23,7 +23,7 @@ from tests.helpers.world import on_ranks
 from treeckpt._io.os_errors import read_failure, shows_damage
 from treeckpt._io.storage import local_files as reader_module
 from treeckpt._io.storage.local_store import LocalStore
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 
 REFUSALS = [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.EIO]
 

@@ -25,7 +25,7 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.files import prepared_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.comm.comm import SoloComm
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 
 from .layouts import distribute, mesh_of, seeded
 from .registry import Case, Phases, Rank

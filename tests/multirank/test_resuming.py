@@ -16,7 +16,8 @@ import pytest
 
 import treeckpt as tc
 from treeckpt._core.format.files import parse_file_name, step_name
-from treeckpt._runs.catalog import CheckpointInfo, scan
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.discovery import scan
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2

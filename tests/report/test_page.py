@@ -23,7 +23,7 @@ from treeckpt._core.html import el, joined, table
 from treeckpt._core.text import bytes_text
 from treeckpt._io.storage import checkpoint
 from treeckpt._report import report
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt.errors import CheckpointNotFound
 from treeckpt_dashboard.report.page import CHILDREN, NODES
 

@@ -14,7 +14,8 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.files import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._runs.active_saves import saves_under_way, under_way_text
-from treeckpt._runs.catalog import read_info, scan
+from treeckpt._runs.catalog import read_info
+from treeckpt._runs.discovery import scan
 
 ID, NOW = "a" * 16, 10**18
 

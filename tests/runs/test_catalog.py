@@ -19,7 +19,7 @@ from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.store import DirectoryEntry
-from treeckpt._runs import catalog
+from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import LruStatCache
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
@@ -30,7 +30,7 @@ def run(tmp_path_factory):
 
 
 def test_a_mixed_run_is_told_apart(run):
-    assert {info.name: info.status for info in catalog.scan(run)} == {
+    assert {info.name: info.status for info in discovery.scan(run)} == {
         "step_00000600": "corrupt",
         "step_00000500": "corrupt",
         "step_00000400": "partial",
@@ -43,11 +43,11 @@ def test_a_mixed_run_is_told_apart(run):
 
 
 def test_the_newest_comes_first_and_foreign_ones_last(run):
-    assert [info.step for info in catalog.scan(run)] == [600, 500, 400, 300, 200, 100, None, None]
+    assert [info.step for info in discovery.scan(run)] == [600, 500, 400, 300, 200, 100, None, None]
 
 
 def test_errors_say_what_is_wrong(run):
-    errors = {info.name: info.error or "" for info in catalog.scan(run)}
+    errors = {info.name: info.error or "" for info in discovery.scan(run)}
     assert "bytes instead of" in errors["step_00000600"]
     assert "index.json" in errors["step_00000500"]
     assert "No space left on device" in errors["step_00000400"]
@@ -61,7 +61,7 @@ def test_a_step_that_lost_only_its_index_names_the_command_that_makes_it_again(t
         index = write_checkpoint(tmp_path / f"step_{step:08d}", step=step)
         (tmp_path / f"step_{step:08d}" / INDEX_NAME).unlink()
     next((tmp_path / "step_00000001").glob("shard-00001-*")).unlink()
-    errors = {info.step: info.error for info in catalog.scan(tmp_path)}
+    errors = {info.step: info.error for info in discovery.scan(tmp_path)}
     assert errors[1] == "no index: the save is under way, or never finished"
     repair = "treeckpt verify {} --repair makes it again if they are whole; the next save to it, or gc, removes them"
     all_there = f"no index, though shards of all {index.world} ranks are there: "
@@ -73,13 +73,13 @@ def test_a_save_under_way_with_all_its_shards_is_no_lost_index(tmp_path):
     now = time.time_ns()
     record = Progress(index.save_id, 0, index.world, 1, "commit", 1, 1, now, now)
     (tmp_path / "step_00000001" / progress_name(0, index.save_id)).write_bytes(encode_progress(record))
-    [info] = catalog.scan(tmp_path)
+    [info] = discovery.scan(tmp_path)
     assert info.saving and info.error == "no index: the save is under way, or never finished"
 
 
 def test_a_complete_one_is_described(tmp_path):
     index = write_checkpoint(tmp_path / "step_00000007", step=7)
-    [info] = catalog.scan(tmp_path)
+    [info] = discovery.scan(tmp_path)
     assert (info.save_id, info.world, info.leaves) == (index.save_id, 4, len(index.leaves))
     assert (info.nbytes, info.created_ns) == (index.nbytes, index.created_ns)
     assert info.seconds is not None and 0 < info.seconds < 10
@@ -87,9 +87,9 @@ def test_a_complete_one_is_described(tmp_path):
 
 def test_a_checkpoint_given_as_the_run_is_found(tmp_path):
     write_run(tmp_path, steps=(5,))
-    [info] = catalog.scan(tmp_path / "step_00000005")
+    [info] = discovery.scan(tmp_path / "step_00000005")
     assert (info.name, info.status) == ("step_00000005", "complete")
-    assert not catalog.is_checkpoint(tmp_path)
+    assert not discovery.is_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_whose_index_cannot_be_read_has_the_bytes_of_its_shards(tmp_path):
@@ -103,7 +103,7 @@ def test_a_checkpoint_whose_index_cannot_be_read_has_the_bytes_of_its_shards(tmp
 def test_a_missing_shard_makes_it_corrupt(tmp_path):
     index = write_checkpoint(tmp_path / "step_00000001", step=1)
     (tmp_path / "step_00000001" / index.file_list[2].name).unlink()
-    [info] = catalog.scan(tmp_path)
+    [info] = discovery.scan(tmp_path)
     assert info.status == "corrupt"
     assert index.file_list[2].name in (info.error or "")
 
@@ -111,7 +111,7 @@ def test_a_missing_shard_makes_it_corrupt(tmp_path):
 def test_without_timings_it_is_still_complete(tmp_path):
     index = write_checkpoint(tmp_path / "step_00000001", step=1)
     (tmp_path / "step_00000001" / timings_name(index.save_id)).unlink()
-    [info] = catalog.scan(tmp_path)
+    [info] = discovery.scan(tmp_path)
     assert (info.status, info.seconds) == ("complete", None)
 
 
@@ -133,7 +133,7 @@ def test_an_index_that_is_no_file_is_corrupt_or_unread_and_never_waited_for(tmp_
         index.touch()
     else:
         index.write_bytes(b"\x00\xff" * 100)
-    [info] = [info for info in catalog.scan(tmp_path) if info.step == 1]
+    [info] = [info for info in discovery.scan(tmp_path) if info.step == 1]
     assert info.status == ("unread" if kind == "link" else "corrupt")
     assert info.error
 
@@ -141,16 +141,16 @@ def test_an_index_that_is_no_file_is_corrupt_or_unread_and_never_waited_for(tmp_
 def test_an_empty_step_is_partial_and_other_empty_ones_are_foreign(tmp_path):
     (tmp_path / "step_00000001").mkdir()
     (tmp_path / "other").mkdir()
-    assert {i.name: i.status for i in catalog.scan(tmp_path)} == {"step_00000001": "partial", "other": "foreign"}
+    assert {i.name: i.status for i in discovery.scan(tmp_path)} == {"step_00000001": "partial", "other": "foreign"}
 
 
 def test_nothing_there_is_an_empty_run(tmp_path):
-    assert catalog.scan(tmp_path / "nowhere") == []
+    assert discovery.scan(tmp_path / "nowhere") == []
 
 
 def test_names_that_are_no_unicode_are_no_trouble(tmp_path):
     os.mkdir(os.fsencode(tmp_path) + b"/\xff\xfe")
-    [info] = catalog.scan(tmp_path)
+    [info] = discovery.scan(tmp_path)
     assert info.status == "foreign"
 
 
@@ -212,7 +212,7 @@ def test_the_cache_keeps_errors_and_forgets_the_oldest(tmp_path):
 
 def test_scans_agree_from_many_threads(run):
     cache, found = LruStatCache(), []
-    threads = [threading.Thread(target=lambda: found.append(catalog.scan(run, cache=cache))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(discovery.scan(run, cache=cache))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

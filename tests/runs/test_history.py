@@ -22,7 +22,7 @@ from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.timing import Recorder
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import All, Best, EveryPeriod, EverySteps, Last, Steps
 

@@ -24,7 +24,7 @@ from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import RunStore
 from treeckpt._io.timing import steady_clock
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 from treeckpt._runs.schedule import SaveSchedule
 from treeckpt.policy import Best, EverySteps, Last

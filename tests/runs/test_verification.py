@@ -24,7 +24,7 @@ from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name, verdict_name
 from treeckpt._loading import verify as verify_module
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 from treeckpt._runs.verification import VerificationStore
 

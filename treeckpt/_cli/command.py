@@ -12,7 +12,7 @@ from .._io.storage.foreign_formats import describe_foreign, describe_place
 from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run
 from .._report.terminal import fail
-from .._runs import catalog
+from .._runs import discovery
 
 _ARGUMENT = re.compile(r"(?<![\w/'])([a-z_]+)=(?:True)?(?=[ ,;]|\. |\.?$)(?! \(--)")
 """An argument in a hint, as `overwrite=True` or `select=`, without the option behind it in brackets."""
@@ -76,7 +76,7 @@ def progress_of(options: argparse.Namespace) -> bool | None:
 
 def no_such_run(run: str) -> str:
     """Returns the error where a path or URL does not exist, with what is beside it; empty if it exists."""
-    if catalog.run_exists(run):
+    if discovery.run_exists(run):
         return ""
     if not is_url(run):
         path = Path(local_path(run)).absolute()

@@ -26,9 +26,10 @@ from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.local_store import local_path
 from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
-from .._runs import catalog
+from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import CheckpointInfo, is_checkpoint, scan, with_verification
+from .._runs.catalog import CheckpointInfo, with_verification
+from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.loadable_steps import loadable_text
 from .._runs.progress_bar import counting_bar
@@ -79,7 +80,7 @@ def _ls(options: argparse.Namespace) -> int:
     others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
-            infos = catalog.scan(run, on_read=count)
+            infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         listed += infos

@@ -17,7 +17,7 @@ from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
 from .._report.terminal import print_json, print_line, print_table
-from .._runs import catalog
+from .._runs import catalog, discovery
 from .._runs.catalog import CheckpointInfo
 from .._runs.progress_bar import counting_bar, stores_bar
 from .._runs.statistics_store import StatisticsStore
@@ -60,8 +60,8 @@ def add_verify(commands: Commands) -> None:
 def _verify(options: argparse.Namespace) -> int:
     shown, path = progress_of(options), options.checkpoint
     alone = options.repair or options.statistics
-    if not alone and (not catalog.is_checkpoint(path) or catalog.has_steps(open_store(path))):
-        found = catalog.scan(path) if catalog.run_exists(path) else []
+    if not alone and (not discovery.is_checkpoint(path) or catalog.has_steps(open_store(path))):
+        found = discovery.scan(path) if discovery.run_exists(path) else []
         if any(info.status not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
     # Only the bar needs it, for the total.

@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 
 from .._io.os_errors import write_errors_wrapped
-from .._runs.catalog import OnRead, is_checkpoint
+from .._runs.catalog import OnRead
+from .._runs.discovery import is_checkpoint
 
 __all__ = ["report"]
 

@@ -16,7 +16,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -35,19 +34,16 @@ from .._core.format.files import (
 )
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
-from .._core.format.records import ArrayRecord, Index, PerRankArrays
+from .._core.format.records import Index
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
-from .._core.sharding.int_runs import length_of
-from .._core.sharding.placements import Layout, MeshLayout, Replicate
 from .._core.text import bytes_text, count_text, json_number, ranks_text
 from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
-from .._io.os_errors import shows_damage, wrap_read_error
+from .._io.os_errors import wrap_read_error
 from .._io.storage import checkpoint
 from .._io.storage.checkpoint import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
-from .._io.storage.local_store import is_url, local_path
-from .._io.storage.open import open_run, open_store
+from .._io.storage.open import open_store
 from .._io.storage.shard_reader import check_missing
 from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
@@ -188,36 +184,12 @@ def summarize_index(index: Index) -> Summary:
         created_ns=index.created_ns,
         sizes=sizes,
         metrics=_metrics(index.metadata.get(METRICS)),
-        held_nbytes=held_nbytes(index),
+        held_nbytes=index.held_nbytes,
         lineage=index.lineage,
         sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
         disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
         hosts=tuple(f"host {disk.host}, with {ranks_text(disk.ranks)}" for disk in index.disks),
     )
-
-
-def held_nbytes(index: Index) -> int:
-    """Returns the bytes of arrays that all ranks together held: replicas count on every rank.
-
-    For explicit pieces the index does not record which other ranks held them, so they count once.
-    """
-    sizes = [spec.nbytes for spec in index.specs]
-    copies = [_copies(layout) for layout in index.layouts]
-    total = 0
-    for record in index.leaves:
-        if isinstance(record, ArrayRecord):
-            total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
-        elif isinstance(record, PerRankArrays):
-            total += sizes[record.spec] * length_of(record.start)
-    return total
-
-
-def _copies(layout: Layout) -> int:
-    """Returns the number of replicas of each region."""
-    if not isinstance(layout, MeshLayout):
-        return 1
-    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
-    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
 
 
 def _metrics(value: Value) -> dict[str, float]:
@@ -457,14 +429,14 @@ def read_timings(path: str | os.PathLike[str] | Store, *, save_id: str | None = 
     if save_id is None:
         with contextlib.suppress(TreeckptError):
             save_id = checkpoint.read_index(folder).save_id
-    return read_timings_file(folder, _timings_file(folder, _regular(folder.entries()), save_id))
+    return read_timings_file(folder, _timings_file(folder, regular_files(folder.entries()), save_id))
 
 
 def _timings_file(folder: Store, files: Files, save_id: str | None) -> str:
     names = [n for n in files if (k := parse_file_name(n)) and k.kind == "timings" and save_id in (None, k.save_id)]
     if not names:
         label, expected = visible(folder.place), "the timings of a save"
-        if not any(map(_is_checkpoint_file, files)):
+        if not any(map(is_checkpoint_file, files)):
             raise CheckpointNotFound(label, expected="a checkpoint", found="none", hint="Check the path")
         if INDEX_NAME not in files:
             hint = "The save is under way, or ended before it wrote them"
@@ -490,7 +462,8 @@ def read_timings_file(folder: Store, name: str) -> Timings:
     return timings
 
 
-def _regular(entries: Files) -> Files:
+def regular_files(entries: Files) -> Files:
+    """Returns what is no directory, link or pipe."""
     return {name: entry for name, entry in entries.items() if entry.regular}
 
 
@@ -498,69 +471,9 @@ def _disk_nbytes(files: Files) -> int:
     return sum(entry.nbytes for entry in files.values())
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory itself contains files of a checkpoint, complete or not.
-
-    Raises:
-        StoreError: it could not be read.
-    """
-    if is_url(text := os.fspath(path)):
-        entries = open_store(text).entries()
-        return any(map(_is_checkpoint_file, _regular(entries))) or INDEX_NAME in entries
-    try:
-        with os.scandir(local_path(text)) as listing:  # a run may have thousands of directories: none is opened
-            return any(
-                e.name == INDEX_NAME or (_is_checkpoint_file(e.name) and (e.is_symlink() or e.is_file()))
-                for e in listing
-            )
-    except OSError as error:
-        if not shows_damage(error):
-            raise wrap_read_error(error, text) from error
-        return False
-
-
-def run_exists(run: str) -> bool:
-    """Whether a path or URL exists and may be a run or a checkpoint.
-
-    Raises:
-        StoreError: an object store cannot be reached, or refuses.
-    """
-    if is_url(run):
-        return bool(open_run(run).names() or open_store(run).entries())
-    return Path(local_path(run)).is_dir()
-
-
-def _is_checkpoint_file(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file has a name that treeckpt gives."""
     return parse_file_name(name) is not None
-
-
-def scan(
-    run: str | os.PathLike[str] | RunStore,
-    *,
-    cache: StatCache | None = None,
-    newest: NewestIndex | None = None,
-    on_read: OnRead | None = None,
-) -> list[CheckpointInfo]:
-    """Lists every checkpoint of a run, newest first, then foreign directories; or the one checkpoint at the path.
-
-    Where steps of a run are below a checkpoint at the path, all are listed. The newest is the one saved last. Abandoned
-    branches follow after the lineage of the newest. Names that start with a dot and entries that are no directories are
-    left out. A local directory that could not be read is listed as unread.
-
-    Args:
-        newest: as for `read_info`.
-
-    Raises:
-        StoreError: the run cannot be reached, or refuses.
-    """
-    cache, above = cache or LruStatCache(0), list[CheckpointInfo]()
-    if isinstance(run, (str, os.PathLike)) and is_checkpoint(run):
-        folder = open_store(run).listed()
-        above = [read_info(folder, cache=cache, follow=True, newest=newest, or_unread=True)]
-        if not has_steps(folder):
-            return above
-    steps = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
-    return in_listing_order([*above, *(info for _, info in steps if not above or info.status != "foreign")])
 
 
 def has_steps(folder: Store) -> bool:
@@ -606,11 +519,6 @@ def checkpoints_without_step(run: RunStore) -> list[str]:
     """
     folders = (folder for folder in run.folders() if not is_step_name(folder.name))
     return [folder.name for folder in folders if folder.entry(INDEX_NAME) is not None]
-
-
-def runs_below(run: RunStore) -> list[str]:
-    """Returns the paths of the directories of a run that are runs themselves."""
-    return [folder.place for folder in run.folders() if has_steps(folder)]
 
 
 def read_infos(
@@ -721,7 +629,7 @@ def read_info(
 
 def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, timings: bool) -> CheckpointInfo:
     name, entries = folder.name, folder.entries()
-    files = _regular(entries)
+    files = regular_files(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
         try:
             summary = read_summary(folder, index, cache, newest)
@@ -750,9 +658,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
     exists = folder.modified_ns() is not None
     step = step_of(name)
     # an empty directory is that of a save if a manager would have given it this name
-    if any(map(_is_checkpoint_file, files)) or (
-        step is not None and name == step_name(step) and exists and not entries
-    ):
+    if any(map(is_checkpoint_file, files)) or (step is not None and name == step_name(step) and exists and not entries):
         return _without_index(folder, files, cache)
     absent = "not a directory" if step is None else f"no checkpoint of step {step}"
     error = "no checkpoint: neither an index nor shards" if exists else absent

@@ -58,7 +58,8 @@ from .._saving.save import save_tree
 from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from .catalog import runs_below, step_info
+from .catalog import step_info
+from .discovery import runs_below
 from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk, spread_pins
 from .notebook import run_html
 from .options import (
@@ -72,7 +73,7 @@ from .options import (
     is_factory,
     named_metrics,
 )
-from .pending_saves import PendingSaves, RetentionRunner
+from .pending_saves import PendingSaves, RetentionRunner, SaveHistory
 from .restore import (
     OBJECTS,
     READERS,
@@ -84,7 +85,7 @@ from .restore import (
     from_all_disks,
     restore_from,
 )
-from .run import CheckpointSelector, RunDirectory, SaveHistory
+from .run import CheckpointSelector, RunDirectory
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch

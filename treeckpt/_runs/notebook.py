@@ -8,7 +8,8 @@ from .._core.html import Child, Html, el, facts, joined, table
 from .._core.text import bytes_text, seconds_text, time_text
 from .._io.storage.store import RunStore
 from .active_saves import under_way_text
-from .catalog import CheckpointInfo, scan
+from .catalog import CheckpointInfo
+from .discovery import scan
 
 ROWS = 20
 COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")

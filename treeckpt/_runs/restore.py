@@ -56,8 +56,9 @@ from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
 from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk
 from .disks import joined_infos, seen_here
+from .pending_saves import SaveHistory
 from .progress_bar import reading_bar
-from .run import CheckpointSelector, OtherDisks, RunDirectory, SaveHistory
+from .run import CheckpointSelector, OtherDisks, RunDirectory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill
@@ -239,7 +240,7 @@ class Restorer:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
         apart, chosen = self._selector.joined is not None, step_info(info).step
-        return _RestoreChoice(chosen, info.path, info.nbytes, step, tuple(passed_over), info.name, apart)
+        return _RestoreChoice(chosen, info.path, info.nbytes, step, tuple(passed_over), name=info.name, apart=apart)
 
     def _agreed_choice(
         self, step: CheckpointId | None, tried: set[CheckpointId], unread: Sequence[tuple[str, Exception | None]]

@@ -12,7 +12,7 @@ from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server, lists, put_many, rounds
 from treeckpt._io.storage.object_store import ObjectRun
 from treeckpt._io.storage.store import Store
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library

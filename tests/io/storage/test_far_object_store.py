@@ -23,7 +23,7 @@ from treeckpt._io.storage import object_store, obstore, requests_in_flight
 from treeckpt._io.storage.requests_in_flight import RequestDepth
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading import read_batch
-from treeckpt._runs import catalog
+from treeckpt._runs import discovery
 from treeckpt._runs.restore import Restorer
 from treeckpt._saving import shard_files
 
@@ -559,7 +559,7 @@ def test_the_record_of_a_committed_save_is_no_save_under_way(far: FarS3, monkeyp
     run = far.url()
     far.set(rules=[{"match": "^DELETE .*progress", "do": "slow", "times": 9, "seconds": 2.0}])
     tc.save(f"{run}/step_00000001", {"w": array(1)}, step=1)
-    [found] = catalog.scan(tc.ObjectRun(run, **far.options()))
+    [found] = discovery.scan(tc.ObjectRun(run, **far.options()))
     assert (found.status, found.saving) == ("complete", ())
 
 

@@ -18,7 +18,7 @@ import treeckpt as tc
 from tests.helpers import other_stores
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.s3 import array, same
-from treeckpt._runs import catalog
+from treeckpt._runs import discovery
 from treeckpt._saving import shard_writer
 
 _numbers = itertools.count()
@@ -79,7 +79,7 @@ def test_a_manager_keeps_what_its_policy_keeps(place: Place) -> None:
             manager.save(step, {"n": step, "w": array(1)}).result()
     with tc.Manager(tc.ObjectRun(url, **options)) as manager:
         assert manager.restore()["n"] == 4
-        found = {info.name: info.status for info in catalog.scan(tc.ObjectRun(url, **options))}
+        found = {info.name: info.status for info in discovery.scan(tc.ObjectRun(url, **options))}
     assert {name for name, status in found.items() if status == "complete"} == {"step_00000003", "step_00000004"}
 
 

@@ -17,7 +17,7 @@ import treeckpt as tc
 from tests.helpers.background import descriptors_left, in_child
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
-from treeckpt._runs.catalog import scan
+from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
 
 TREE = {"w": np.arange(5000.0), "n": 1}

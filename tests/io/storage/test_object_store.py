@@ -29,7 +29,7 @@ from treeckpt._io.storage.bucket import ObjectListing
 from treeckpt._io.storage.memory import aligned_buffer
 from treeckpt._io.storage.requests_in_flight import RequestDepth, UploadWindow
 from treeckpt._io.storage.store import DirectoryEntry
-from treeckpt._runs import catalog
+from treeckpt._runs import discovery
 from treeckpt._runs.run import RunDirectory
 from treeckpt._saving import shard_writer
 from treeckpt.policy import Last
@@ -308,7 +308,7 @@ def test_keys_that_a_service_should_not_list_are_passed_over() -> None:
 def test_a_key_that_no_client_can_name_is_an_error_that_names_it(s3: S3) -> None:
     url = s3.url("odd")
     s3.put(f"{url.removeprefix(f's3://{BUCKET}/')}//x")
-    for act in (lambda: tc.ObjectRun(url).names(), lambda: catalog.scan(url)):
+    for act in (lambda: tc.ObjectRun(url).names(), lambda: discovery.scan(url)):
         with pytest.raises(tc.StoreError, match=r"odd//.* Another program has put this object there"):
             act()
 
@@ -320,7 +320,7 @@ def test_what_others_have_put_into_a_run_is_left_alone(s3: S3) -> None:
     for key in ("README", ".hidden/x", "notes/a%20b%23.txt", f"{step_name(2)}/", f"{step_name(1)}/deep/er/x"):
         s3.put(f"{root}/{key}")
     assert tc.ObjectRun(url).names() == ["notes", step_name(1), step_name(2)]
-    found = {info.name: info.status for info in catalog.scan(url)}
+    found = {info.name: info.status for info in discovery.scan(url)}
     assert found == {step_name(1): "complete", "notes": "foreign"}
     assert RunDirectory(url).clean([Last(1)], grace=0).removed == ()
     assert tc.load(f"{url}/{step_name(1)}") == {"n": 1}
@@ -338,7 +338,7 @@ def test_errors_say_where_what_and_how_to_go_on(s3: S3, monkeypatch: pytest.Monk
         tc.load("s3://nobucket/run")
     s3.rules({"match": "GET .*list-type", "do": "403", "times": 9})
     with pytest.raises(tc.StoreError, match=r"expected to list it, found .*AccessDenied.* do not allow to list here"):
-        catalog.scan(s3.url())
+        discovery.scan(s3.url())
     s3.rules()
     with pytest.raises(tc.CheckpointNotFound, match=r"expected a checkpoint \(index.json\), found none"):
         tc.load(s3.url())

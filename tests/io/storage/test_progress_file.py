@@ -21,7 +21,7 @@ from treeckpt._io.storage import kept_files
 from treeckpt._io.storage.kept_files import read_progress
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.store import MemoryStore
-from treeckpt._runs import catalog
+from treeckpt._runs import discovery
 
 
 class Slow(tc.LocalStore):
@@ -143,7 +143,7 @@ def test_what_a_killed_save_left_is_harmless(tmp_path: Path) -> None:
     tc.save(path, {"n": 1})
     name = left_over(path)
     assert tc.verify(path).ok and tc.load(path) == {"n": 1}
-    assert [info.status for info in catalog.scan(run)] == ["complete"]
+    assert [info.status for info in discovery.scan(run)] == ["complete"]
     assert [(r.rank, r.fraction) for r in records_in(path)] == [(3, 0.5)]
     (path / "index.json").unlink()
     assert tc.rebuild_index(path).save_id and name in os.listdir(path)
@@ -152,7 +152,7 @@ def test_what_a_killed_save_left_is_harmless(tmp_path: Path) -> None:
 def test_a_directory_with_nothing_else_is_a_save_that_never_finished(tmp_path: Path) -> None:
     (tmp_path / "run" / "other").mkdir(parents=True)
     left_over(tmp_path / "run" / "other")
-    assert [info.status for info in catalog.scan(tmp_path / "run")] == ["partial"]
+    assert [info.status for info in discovery.scan(tmp_path / "run")] == ["partial"]
 
 
 def test_overwriting_removes_the_old_saves_record(tmp_path: Path) -> None:

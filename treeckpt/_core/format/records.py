@@ -27,7 +27,7 @@ from ..planning.load_plan import Chunk
 from ..planning.rank_trees import GlobalTree, LeafSpec
 from ..planning.save_plan import BoxOwners, ChunkOffsets, GridOwners, SingleChunkOffset, grid_of
 from ..sharding.int_runs import Runs, decode_runs, encode_runs, length_of, value_at
-from ..sharding.placements import Layout, MeshLayout
+from ..sharding.placements import Layout, MeshLayout, Replicate
 from ..sharding.region import Region
 from ..text import bytes_text, count_text, shape_text
 from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView, TableSpec
@@ -326,6 +326,14 @@ class Leaf(msgspec.Struct, frozen=True, gc=False):
         return self.stored.nbytes * (length_of(self.ranks or ()) if isinstance(self.record, PerRankArrays) else 1)
 
 
+def _copies(layout: Layout) -> int:
+    """Returns the number of replicas of each region."""
+    if not isinstance(layout, MeshLayout):
+        return 1
+    pairs = zip(layout.mesh.shape, layout.placements, strict=False)
+    return math.prod(size for size, placement in pairs if isinstance(placement, Replicate))
+
+
 class IndexCounts(msgspec.Struct, frozen=True):
     """Numbers of entries of an index, counted without expanding it: a run of a few bytes can stand for millions."""
 
@@ -465,6 +473,22 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     def nbytes(self) -> int:
         """Stored bytes of all arrays."""
         return sum(run[0] if len(run) == 1 else int(decode_runs((run,)).sum()) for run in self.files.nbytes)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of arrays that all ranks together held: replicas count on every rank.
+
+        For explicit pieces it is not recorded which other ranks held them, so they count once.
+        """
+        sizes = [spec.nbytes for spec in self.specs]
+        copies = [_copies(layout) for layout in self.layouts]
+        total = 0
+        for record in self.leaves:
+            if isinstance(record, ArrayRecord):
+                total += sizes[record.spec] * (copies[record.layout] if record.layout >= 0 else 1)
+            elif isinstance(record, PerRankArrays):
+                total += sizes[record.spec] * length_of(record.start)
+        return total
 
     def _repr_html_(self) -> str:
         """Shows in a notebook the checkpoint's facts and its largest arrays."""
