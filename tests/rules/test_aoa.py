@@ -154,6 +154,7 @@ def test_conversions_and_sources_of_several_take_a_configuration(saved: Path, tm
         ({"statements": ["a -> b"]}, "'statements' is none of its keys"),
         ({"aoa_statements": "a -> b"}, "aoa_statements"),
         ({"aoa_statements": ["a -> b"], "enable": 1}, "'enable' is none of its keys"),
+        ({"aoa_statements": ["a -> b"], "aoa_config_reverse": "false"}, '"aoa_config_reverse": True'),
         ({"aoa_statements": ["a, b -> ffn, fused_ffn"]}, "in how many parts ranks held the fused array"),
         ({"aoa_statements": ["a -> e.*.w, axis=0"]}, "names written out"),
         ({"aoa_statements": ["a -> b, dtype='float16'"], "aoa_config_reverse": True}, "src_dtype=, the dtype that is"),
