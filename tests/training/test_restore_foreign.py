@@ -221,6 +221,61 @@ def test_each_of_several_sources_has_its_own_names(tmp_path: Path) -> None:
     assert torch.equal(fresh.first.weight, model.module.first.weight)
 
 
+def test_an_average_at_another_place_loses_the_steps_of_its_wrapper(tmp_path: Path) -> None:
+    model, average = net(1), torch.optim.swa_utils.AveragedModel(net(2))
+    tc.save(tmp_path / "c", training.state(model, extra={"ema": average.state_dict()}))
+    rename = {"model": "trained", "extra/ema": "model"}
+    options: Any = {"from_root": True, "rng": False, "strict": "missing"}
+    for source, given in ((tmp_path / "c", {"rename": rename}), (tc.From(tmp_path / "c", rename=rename), {})):
+        fresh = net(3)
+        training.restore(source, fresh, **given, **options)
+        assert same_tensors(fresh.state_dict(), average.module.state_dict())
+
+
+# several sources ------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_dicts_of_optimizers_are_read_from_each_of_several_sources(tmp_path: Path) -> None:
+    model, tuned = nn.DataParallel(net(1)), net(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    stepped(model, optimizer)
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(both, tmp_path / "base.pt")
+    dcp.save({"app": {"model": both["model"], "optim": both["optimizer"]}}, checkpoint_id=tmp_path / "app")
+    other = torch.optim.AdamW([tuned.last.weight])
+    torch.save({"model": {"last.weight": tuned.last.weight.detach()}, "optimizer": other.state_dict()}, tmp_path / "b")
+    fresh = net(2)
+    theirs = torch.optim.AdamW(fresh.parameters())
+    with pytest.raises(tc.MismatchError) as caught:
+        training.restore([tmp_path / "app"], fresh, theirs)
+    rename = {"app/model": "model", "app/optim": "optimizer"}
+    assert f"give its tc.From rename={rename}, and pass from_root=True" in str(caught.value)
+    app = tc.From(tmp_path / "app", rename=rename)
+    for bank in (
+        [tmp_path / "base.pt", tc.From(tmp_path / "b", select="model/*"), tc.From(tmp_path / "none", optional=True)],
+        [app, tc.From(tmp_path / "b", exclude="optimizer")],
+    ):
+        fresh = net(2)
+        theirs = torch.optim.AdamW(fresh.parameters())
+        training.restore(bank, fresh, theirs, from_root=True)
+        assert torch.equal(fresh.last.weight, tuned.last.weight) and theirs.param_groups[0]["lr"] == 0.5
+        assert torch.equal(fresh.first.weight, model.module.first.weight)
+        for mine, saved in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert same_tensors(theirs.state[mine], optimizer.state[saved])
+
+
+def test_state_dicts_of_several_optimizers_are_named_where_one_is_given(tmp_path: Path) -> None:
+    model = net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    torch.save({"model": [model.state_dict()] * 2, "optimizer": [optimizer.state_dict()] * 2}, tmp_path / "two.pt")
+    first, second = net(2), net(3)
+    one, other = torch.optim.AdamW(first.parameters()), torch.optim.AdamW(second.parameters())
+    with pytest.raises(tc.MismatchError, match=r"found those of 0, 1.*in a dict: {'0': ...}"):
+        training.restore(tmp_path / "two.pt", first, one)
+    training.restore(tmp_path / "two.pt", {"0": first, "1": second}, {"0": one, "1": other})
+    assert same_tensors(second.state_dict(), model.state_dict())
+
+
 # optimizers -----------------------------------------------------------------------------------------------------------
 def _write(way: str, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Path:
     """Saves a training as other programs do, and converts it where the way says so."""
