@@ -142,7 +142,7 @@ def test_rules_of_the_model_are_applied_to_the_optimizers_state(tmp_path: Path) 
 
 def test_conversions_and_sources_of_several_take_a_configuration(saved: Path, tmp_path: Path) -> None:
     config = {"aoa_statements": ["a, b -> c, axis=0"]}
-    tc.convert.convert(saved, tmp_path / "new", select=["a", "b"], transforms=config)
+    tc.convert.convert(saved, tmp_path / "new", select="c", transforms=config)
     assert tc.load(tmp_path / "new")["c"].shape == (8, 6)
     bank = [tc.From(saved, transforms=config, select="c")]
     assert tc.load(bank)["c"].shape == (8, 6)
