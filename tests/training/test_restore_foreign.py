@@ -263,6 +263,42 @@ def test_state_dicts_of_optimizers_are_read_from_each_of_several_sources(tmp_pat
             assert same_tensors(theirs.state[mine], optimizer.state[saved])
 
 
+def test_a_training_state_below_a_name_is_restored_as_the_error_says(tmp_path: Path) -> None:
+    model, fresh = net(1), net(2)
+    tc.save(tmp_path / "c", {"run": training.state(model, torch.optim.AdamW(model.parameters()))})
+    with pytest.raises(tc.MismatchError, match=r"pass rename={'run': ''}, from_root=True"):
+        training.restore(tmp_path / "c", fresh)
+    training.restore(tmp_path / "c", fresh, torch.optim.AdamW(fresh.parameters()), rename={"run": ""}, from_root=True)
+    assert same_tensors(fresh.state_dict(), model.state_dict())
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(numbers))
+
+
+def test_names_from_the_root_fit_beside_ties_that_are_dropped_and_state_of_each_rank(tmp_path: Path) -> None:
+    model = _Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    app = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    tc.save(tmp_path / "c", {"app": app, "rng": tc.PerRank({"x": 1})})
+    rules = ["app/model/embed.weight -> _", "app/optim -> optimizer", "app/model -> model"]
+    fresh = _Tied()
+    theirs = torch.optim.AdamW(fresh.parameters())
+    report = training.restore(tmp_path / "c", fresh, theirs, transforms=rules, from_root=True, rng=False)
+    assert torch.equal(fresh.embed.weight, model.embed.weight) and theirs.param_groups[0]["lr"] == 0.5
+    assert same_tensors(theirs.state[fresh.embed.weight], optimizer.state[model.embed.weight])
+    assert report.dropped == ("app/model/embed.weight",)
+    assert ("app/model/head.weight", "model/head.weight") in report.renamed
+
+
 def test_state_dicts_of_several_optimizers_are_named_where_one_is_given(tmp_path: Path) -> None:
     model = net(1)
     optimizer = torch.optim.AdamW(model.parameters())

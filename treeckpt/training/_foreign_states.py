@@ -20,7 +20,7 @@ from .._loading.match import LoadOptions
 from .._loading.overlay import Bank, From, own_globs
 from ..errors import CheckpointNotFound, FormatError, MismatchError
 from ..rules._rules import Carried, Drop, Rename, Renames, Rule
-from ..rules._view import ComposedLeaf, view_of
+from ..rules._view import ComposedLeaf, View, view_of
 from ._groups import ParamGroup, labels_of
 from ._modules import Key, ModelEntries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
@@ -289,19 +289,15 @@ def _put(root: dict[str, Any], key: Key, part: Any) -> None:
 def _with_tree(index: Index, tree: IndexPart) -> Index:
     """Returns an index of the same files with another tree of its leaves.
 
-    Raises:
-        FormatError: an array has become a tie to one that is not in the tree.
+    Of ties to an array that is not in the tree, the first becomes that array.
     """
     numbers = {leaf: number for number, leaf in enumerate(tree.leaves) if isinstance(leaf, int)}
     records: list[LeafRecord] = []
-    for leaf in tree.leaves:
+    for number, leaf in enumerate(tree.leaves):
         record = index.leaves[leaf] if isinstance(leaf, int) else leaf
         if isinstance(record, AliasRecord):
-            if record.of not in numbers:
-                raise FormatError(
-                    index.entries[record.of].path, expected="an array that others are ties of", found="none"
-                )
-            record = msgspec.structs.replace(record, of=numbers[record.of])
+            of = numbers.setdefault(record.of, number)
+            record = index.leaves[record.of] if of == number else msgspec.structs.replace(record, of=of)
         records.append(record)
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
 
@@ -322,6 +318,16 @@ class Arrangement:
         self._model, self._optimizer, self._from_root = model, optimizer, from_root
         self.has_rearranged = False
         """Whether one of them was none of ours."""
+        self._dropped: tuple[str, ...] = ()
+        self._renamed: tuple[tuple[str, str], ...] = ()
+        """What the first rules have renamed: (saved, new)."""
+
+    def ruled(self, dropped: tuple[str, ...], renamed: tuple[tuple[str, str], ...]) -> tuple[Any, Any]:
+        """Returns the paths that all rules have dropped and renamed, by those of the rules that were left."""
+        saved = {new: old for old, new in self._renamed}
+        later = tuple((saved.get(old, old), new) for old, new in renamed)
+        taken = {old for old, _ in later}
+        return (*self._dropped, *dropped), (*(pair for pair in self._renamed if pair[0] not in taken), *later)
 
     def bank(self, bank: Bank, options: LoadOptions, under: str) -> Bank:
         """Returns a bank of opened checkpoints with each of them arranged, and the rules for it.
@@ -356,9 +362,11 @@ class Arrangement:
         """
         optimizer = self._optimizer if fills_optimizer else None
         if self._from_root and optimizer is not None and not holds_state_dicts(given):
-            named, rest = _named_from_root(given, rules)
-            if holds_state_dicts(named):
+            named, rest, view = _named_from_root(given, rules)
+            if view is not None and holds_state_dicts(named):
                 given, rules, self.has_rearranged = named, rest, True
+                self._dropped += view.transformed.dropped
+                self._renamed += view.renamed
         has_state = optimizer is not None and holds_state_dicts(given)
         if not (has_state or rules) and all(entry.path in given.index.by_path for entry in self._model.entries):
             return given, rules
@@ -375,14 +383,31 @@ class Arrangement:
         return given, rules
 
 
-def _named_from_root(given: Checkpoint, rules: Sequence[Rule]) -> tuple[Checkpoint, tuple[Rule, ...]]:
-    """Returns a checkpoint under the names that the first rules give, which only name leaves, and the other rules.
+def _named_from_root(given: Checkpoint, rules: tuple[Rule, ...]) -> tuple[Checkpoint, tuple[Rule, ...], View | None]:
+    """Returns a checkpoint under the names that the first rules give, which only name leaves, the others, and its view.
 
-    Leaves that each rank has of its own are renamed where they are read, so a checkpoint with any is left as it is.
+    Parts at the root in which ranks have leaves of their own stay where they are; a checkpoint whose other parts the
+    rules do not fit is left as it is.
     """
     count = next((n for n, rule in enumerate(rules) if not isinstance(rule, (Rename, Renames, Drop))), len(rules))
-    if not count or any(leaf.ranks is not None for leaf in given.index.entries):
-        return given, tuple(rules)
-    view = view_of(given.index, rules[:count], source_rank=0, rank=0)
-    tree = IndexPart(view.structure, [leaf.number for leaf in view.entries])
-    return given.with_index(_with_tree(given.index, tree)), tuple(rules[count:])
+    if not count or not isinstance(given.index.structure, DictNode):
+        return given, rules, None
+    root, entries = _root_of(given.index), given.index.entries
+    own = {
+        key: part
+        for key, part in root.items()
+        if any(isinstance(leaf, int) and entries[leaf].ranks is not None for leaf in part.leaves)
+    }
+    shared = _node({key: part for key, part in root.items() if key not in own})
+    try:
+        view = view_of(_with_tree(given.index, shared), rules[:count], source_rank=0, rank=0)
+    except MismatchError:
+        if own:
+            return given, rules, None
+        raise
+    tree = IndexPart(view.structure, [shared.leaves[leaf.number] for leaf in view.entries])
+    if own.keys() & tree.parts.keys():
+        return given, rules, None
+    if own:
+        tree = _node(own | tree.parts)
+    return given.with_index(_with_tree(given.index, tree)), rules[count:], view

@@ -234,6 +234,7 @@ def _restore(
         elif isinstance(placed, Bank):
             arranged = arrange.bank(placed, options, under)
         source = open_source(arranged, comm, options)
+        source.ruled = arrange.ruled(*source.ruled)
         job = _Restore(source, comm, targets, options, model, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)

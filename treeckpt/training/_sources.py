@@ -554,13 +554,15 @@ _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "module")
 
 
 def names_of_state_dicts(structure: Structure) -> dict[str, str]:
-    """Returns the `rename` by which a restore finds the state dicts of a model and an optimizer, at or below the root.
+    """Returns the `rename` by which a restore finds the state dicts, or the training state, at or below the root.
 
     It is empty where there are none, or they have these names.
     """
     places = {"": children_of(structure)}
     places |= {f"{key_text(str(key))}/": children_of(node) for key, node in places[""].items()}
     for place, children in places.items():
+        if place and {"model", GROUPS} <= children.keys():
+            return {place.removesuffix("/"): ""}
         optimizer = next((key for key, node in children.items() if _is_optimizer_state(node)), None)
         model = next((key for key in _MODEL_NAMES if children.get(key) is not None), None)
         if optimizer is not None and model is not None:
@@ -582,7 +584,7 @@ def _named_otherwise(source: RestoreSource, hint: str) -> str:
     if rename := next(filter(None, (names_of_state_dicts(member.index.structure) for member in members)), None):
         in_bank = isinstance(source, CheckpointSource) and source.is_bank
         how = f"give its tc.From rename={rename}, and pass" if in_bank else f"pass rename={rename},"
-        return f"Its state dicts have other names: {how} from_root=True"
+        return f"Its parts have other names: {how} from_root=True"
     return (
         f"{hint}. State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, "
         "{'model': old[...], 'optimizer': old[...]}) with their names there, and restore new"
