@@ -168,6 +168,25 @@ def test_the_steps_of_wrappers_in_saved_names_are_taken_out(tmp_path: Path) -> N
         assert same_tensors(list(fresh.state_dict().values()), list(model.state_dict().values()))
 
 
+@pytest.mark.parametrize("frozen", ["last", ""])
+def test_names_change_of_parameters_that_have_no_moments_too(tmp_path: Path, frozen: str) -> None:
+    model = nn.DataParallel(net(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    if frozen:
+        model.module.get_submodule(frozen).requires_grad_(False)
+        stepped(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    old = nn.ModuleDict({"old": model.module})
+    tc.save(tmp_path / "ours", training.state(old, optimizer))
+    for name, options in (("c.pt", {}), ("ours", {"rename": {"model/old.*": "model/*"}, "rng": False})):
+        fresh = net(2)
+        theirs = torch.optim.AdamW(fresh.parameters())
+        report = training.restore(tmp_path / name, fresh, theirs, **options)
+        assert theirs.param_groups[0]["lr"] == 0.5 and not report.missing
+        for mine, saved in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert same_tensors(theirs.state.get(mine, {}), optimizer.state.get(saved, {}))
+
+
 def test_a_child_of_a_wrappers_name_keeps_it(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(net(1))
     for number, model in enumerate((average, nn.DataParallel(average))):

@@ -474,13 +474,12 @@ def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
 
 def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, str] | None:
     for first in range(len(steps)):
-        # the longest name counts: a parameter `a` may stand beside `a/b`
-        for last in range(len(steps) - 1, first, -1):
+        # the longest name counts: a parameter `a` may stand beside `a/b`; one without moments ends the path
+        for last in (*range(len(steps) - 1, first, -1), len(steps)):
             name = "/".join(steps[first:last])
             if name in parameters:
-                return StatePath(
-                    OPTIMIZER + "".join(f"{s}/" for s in steps[:first]), f"/{'/'.join(steps[last:])}"
-                ), name
+                before, after = ("".join(f"{s}/" for s in some) for some in (steps[:first], steps[last:]))
+                return StatePath(OPTIMIZER + before, f"/{after}".removesuffix("/")), name
     return None
 
 
