@@ -5,6 +5,8 @@ pytorch-dcp-docs, lines 349-365.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,13 @@ def test_a_file_of_torch_save_becomes_a_checkpoint(tmp_path: Path) -> None:
     torch.save(saved := state(), tmp_path / "one.pt")
     torch_save_to_dcp(tmp_path / "one.pt", tmp_path / "one")
     assert_same(tc.load(tmp_path / "one", allow_pickle=True), saved)
+
+
+def test_the_module_is_a_program_as_that_of_torch_is(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    program = [sys.executable, "-W", "ignore", "-m", "treeckpt.dcp.format_utils", "dcp_to_torch"]
+    subprocess.run([*program, tmp_path / "one", tmp_path / "one.pt"], check=True)
+    assert torch.load(tmp_path / "one.pt")["w"].tolist() == [1, 1, 1]
 
 
 def test_the_older_calls_take_the_storages(tmp_path: Path) -> None:

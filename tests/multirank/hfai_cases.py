@@ -115,6 +115,21 @@ def what_ranks_have_otherwise_is_that_of_rank_0_where_it_is_said(here: Rank) -> 
     save(path, model, optimizer, {"seed": tc.PerRank(here.rank), "loss": others["loss"]}, replicas="rank0")
     state = load(path, model, optimizer)
     assert (state["seed"], state["loss"], optimizer.param_groups[0]["lr"]) == (here.rank, 0.25, 0.5)
+    nested = {"rank": {"seed": tc.PerRank(here.rank), "loss": others["loss"]}, "loss": others["loss"]}
+    save(path, model, optimizer, nested, replicas="rank0")
+    state = load(path)
+    assert (state["rank"]["seed"].value, state["rank"]["loss"], state["loss"]) == (here.rank, 0.25, 0.25)
+    parameters = list(model.parameters())
+    groups = [parameters] if here.rank == 0 else [parameters[:1], parameters[1:]]
+    several = torch.optim.Adam([{"params": own, "lr": 0.1 + here.rank} for own in groups])
+    save(path, model, several, replicas="rank0")
+    assert [group["lr"] for group in load(path)["optimizer"]["param_groups"]] == [0.1]
+    try:
+        save(path, _net(here.rank), None)
+    except tc.MismatchError as error:
+        assert "rank0" not in str(error), "parameters are compared then too"
+    else:
+        raise AssertionError("they differ")
 
 
 def parameters_outside_of_the_models_may_differ_too(here: Rank) -> None:

@@ -142,7 +142,7 @@ def test_rules_of_the_model_are_applied_to_the_optimizers_state(tmp_path: Path) 
 
 def test_conversions_and_sources_of_several_take_a_configuration(saved: Path, tmp_path: Path) -> None:
     config = {"aoa_statements": ["a, b -> c, axis=0"]}
-    tc.convert.convert(saved, tmp_path / "new", select=["a", "b"], transforms=config)
+    tc.convert.convert(saved, tmp_path / "new", select="c", transforms=config)
     assert tc.load(tmp_path / "new")["c"].shape == (8, 6)
     bank = [tc.From(saved, transforms=config, select="c")]
     assert tc.load(bank)["c"].shape == (8, 6)
@@ -154,6 +154,7 @@ def test_conversions_and_sources_of_several_take_a_configuration(saved: Path, tm
         ({"statements": ["a -> b"]}, "'statements' is none of its keys"),
         ({"aoa_statements": "a -> b"}, "aoa_statements"),
         ({"aoa_statements": ["a -> b"], "enable": 1}, "'enable' is none of its keys"),
+        ({"aoa_statements": ["a -> b"], "aoa_config_reverse": "false"}, '"aoa_config_reverse": True'),
         ({"aoa_statements": ["a, b -> ffn, fused_ffn"]}, "in how many parts ranks held the fused array"),
         ({"aoa_statements": ["a -> e.*.w, axis=0"]}, "names written out"),
         ({"aoa_statements": ["a -> b, dtype='float16'"], "aoa_config_reverse": True}, "src_dtype=, the dtype that is"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -122,6 +123,13 @@ def test_a_rename_without_the_root_or_the_rest_of_the_name_is_told_as_it_was_mea
     if meant is not None:
         assert caught.value.hint.endswith(f"write {meant[0]!r}: {meant[1]!r}")
         run(leaves, R.Renames((meant,)))
+
+
+def test_a_pair_that_may_find_nothing_is_told_as_a_rule(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", {"a": 1})
+    with pytest.raises(MismatchError, match=r"transforms=rules\.Rename\('gone', 'b', optional=True\)"):
+        tc.load(tmp_path / "c", rename={"a": "x", "gone": "b"})
+    assert tc.load(tmp_path / "c", rename={"a": "x"}, transforms=R.Rename("gone", "b", optional=True)) == {"x": 1}
 
 
 def test_an_error_shows_the_chain_of_rules_that_led_to_the_leaf() -> None:

@@ -258,7 +258,7 @@ def test_what_a_ported_program_catches_is_raised(tmp_path: Path) -> None:
     """hfai-dist_ckpt, lines 43-47 and 87-88: the classes of Python that hfai raises."""
     model = net()
     save(tmp_path / "c", model)
-    for args in ((model, None, [("a", 1)]), ("model", None, {}), (model, "optimizer", {})):
+    for args in ((model, None, [("a", 1)]), ("model", None, {}), (None, None, {}), (model, "optimizer", {})):
         with pytest.raises(TypeError):
             save(tmp_path / "other", *args)
     with pytest.raises(ValueError, match="nthreads"):

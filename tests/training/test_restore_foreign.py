@@ -168,6 +168,25 @@ def test_the_steps_of_wrappers_in_saved_names_are_taken_out(tmp_path: Path) -> N
         assert same_tensors(list(fresh.state_dict().values()), list(model.state_dict().values()))
 
 
+@pytest.mark.parametrize("frozen", ["last", ""])
+def test_names_change_of_parameters_that_have_no_moments_too(tmp_path: Path, frozen: str) -> None:
+    model = nn.DataParallel(net(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    if frozen:
+        model.module.get_submodule(frozen).requires_grad_(False)
+        stepped(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    old = nn.ModuleDict({"old": model.module})
+    tc.save(tmp_path / "ours", training.state(old, optimizer))
+    for name, options in (("c.pt", {}), ("ours", {"rename": {"model/old.*": "model/*"}, "rng": False})):
+        fresh = net(2)
+        theirs = torch.optim.AdamW(fresh.parameters())
+        report = training.restore(tmp_path / name, fresh, theirs, **options)
+        assert theirs.param_groups[0]["lr"] == 0.5 and not report.missing
+        for mine, saved in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert same_tensors(theirs.state.get(mine, {}), optimizer.state.get(saved, {}))
+
+
 def test_a_child_of_a_wrappers_name_keeps_it(tmp_path: Path) -> None:
     average = torch.optim.swa_utils.AveragedModel(net(1))
     for number, model in enumerate((average, nn.DataParallel(average))):
@@ -219,6 +238,97 @@ def test_each_of_several_sources_has_its_own_names(tmp_path: Path) -> None:
     training.restore([tmp_path / "a.pt", tmp_path / "b.pt"], fresh)
     assert torch.equal(fresh.last.weight, other.last.weight)
     assert torch.equal(fresh.first.weight, model.module.first.weight)
+
+
+def test_an_average_at_another_place_loses_the_steps_of_its_wrapper(tmp_path: Path) -> None:
+    model, average = net(1), torch.optim.swa_utils.AveragedModel(net(2))
+    tc.save(tmp_path / "c", training.state(model, extra={"ema": average.state_dict()}))
+    rename = {"model": "trained", "extra/ema": "model"}
+    options: Any = {"from_root": True, "rng": False, "strict": "missing"}
+    for source, given in ((tmp_path / "c", {"rename": rename}), (tc.From(tmp_path / "c", rename=rename), {})):
+        fresh = net(3)
+        training.restore(source, fresh, **given, **options)
+        assert same_tensors(fresh.state_dict(), average.module.state_dict())
+
+
+# several sources ------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_dicts_of_optimizers_are_read_from_each_of_several_sources(tmp_path: Path) -> None:
+    model, tuned = nn.DataParallel(net(1)), net(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    stepped(model, optimizer)
+    both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(both, tmp_path / "base.pt")
+    dcp.save({"app": {"model": both["model"], "optim": both["optimizer"]}}, checkpoint_id=tmp_path / "app")
+    other = torch.optim.AdamW([tuned.last.weight])
+    torch.save({"model": {"last.weight": tuned.last.weight.detach()}, "optimizer": other.state_dict()}, tmp_path / "b")
+    fresh = net(2)
+    theirs = torch.optim.AdamW(fresh.parameters())
+    with pytest.raises(tc.MismatchError) as caught:
+        training.restore([tmp_path / "app"], fresh, theirs)
+    rename = {"app/model": "model", "app/optim": "optimizer"}
+    assert f"give its tc.From rename={rename}, and pass from_root=True" in str(caught.value)
+    app = tc.From(tmp_path / "app", rename=rename)
+    for bank in (
+        [tmp_path / "base.pt", tc.From(tmp_path / "b", select="model/*"), tc.From(tmp_path / "none", optional=True)],
+        [app, tc.From(tmp_path / "b", exclude="optimizer")],
+    ):
+        fresh = net(2)
+        theirs = torch.optim.AdamW(fresh.parameters())
+        training.restore(bank, fresh, theirs, from_root=True)
+        assert torch.equal(fresh.last.weight, tuned.last.weight) and theirs.param_groups[0]["lr"] == 0.5
+        assert torch.equal(fresh.first.weight, model.module.first.weight)
+        for mine, saved in zip(fresh.parameters(), model.parameters(), strict=True):
+            assert same_tensors(theirs.state[mine], optimizer.state[saved])
+
+
+def test_a_training_state_below_a_name_is_restored_as_the_error_says(tmp_path: Path) -> None:
+    model, fresh = net(1), net(2)
+    tc.save(tmp_path / "c", {"run": training.state(model, torch.optim.AdamW(model.parameters()))})
+    with pytest.raises(tc.MismatchError, match=r"pass rename={'run': ''}, from_root=True"):
+        training.restore(tmp_path / "c", fresh)
+    training.restore(tmp_path / "c", fresh, torch.optim.AdamW(fresh.parameters()), rename={"run": ""}, from_root=True)
+    assert same_tensors(fresh.state_dict(), model.state_dict())
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(numbers))
+
+
+def test_names_from_the_root_fit_beside_ties_that_are_dropped_and_state_of_each_rank(tmp_path: Path) -> None:
+    model = _Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.arange(6)).square().mean().backward()
+    optimizer.step()
+    app = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    tc.save(tmp_path / "c", {"app": app, "rng": tc.PerRank({"x": 1})})
+    rules = ["app/model/embed.weight -> _", "app/optim -> optimizer", "app/model -> model"]
+    fresh = _Tied()
+    theirs = torch.optim.AdamW(fresh.parameters())
+    report = training.restore(tmp_path / "c", fresh, theirs, transforms=rules, from_root=True, rng=False)
+    assert torch.equal(fresh.embed.weight, model.embed.weight) and theirs.param_groups[0]["lr"] == 0.5
+    assert same_tensors(theirs.state[fresh.embed.weight], optimizer.state[model.embed.weight])
+    assert report.dropped == ("app/model/embed.weight",)
+    assert ("app/model/head.weight", "model/head.weight") in report.renamed
+
+
+def test_state_dicts_of_several_optimizers_are_named_where_one_is_given(tmp_path: Path) -> None:
+    model = net(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    torch.save({"model": [model.state_dict()] * 2, "optimizer": [optimizer.state_dict()] * 2}, tmp_path / "two.pt")
+    first, second = net(2), net(3)
+    one, other = torch.optim.AdamW(first.parameters()), torch.optim.AdamW(second.parameters())
+    with pytest.raises(tc.MismatchError, match=r"found those of 0, 1.*in a dict: {'0': ...}"):
+        training.restore(tmp_path / "two.pt", first, one)
+    training.restore(tmp_path / "two.pt", {"0": first, "1": second}, {"0": one, "1": other})
+    assert same_tensors(second.state_dict(), model.state_dict())
 
 
 # optimizers -----------------------------------------------------------------------------------------------------------

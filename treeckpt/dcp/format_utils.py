@@ -1,9 +1,12 @@
 """Checkpoints of DCP and of treeckpt from files of `torch.save`, and back: the names of
 `torch.distributed.checkpoint.format_utils`.
+
+    python -m treeckpt.dcp.format_utils dcp_to_torch DIRECTORY FILE      # or torch_to_dcp FILE DIRECTORY
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from typing import Any
 
@@ -32,3 +35,13 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     `treeckpt.convert.to_treeckpt` streams it, and unpickles nothing.
     """
     save(torch.load(torch_save_path, weights_only=False), checkpoint_id=dcp_checkpoint_dir, no_dist=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Convert a checkpoint.")
+    conversions = {"torch_to_dcp": torch_save_to_dcp, "dcp_to_torch": dcp_to_torch_save}
+    parser.add_argument("mode", choices=conversions)
+    parser.add_argument("src")
+    parser.add_argument("dst")
+    args = parser.parse_args()
+    conversions[args.mode](args.src, args.dst)

@@ -38,6 +38,7 @@ from ._rules import (
 
 SHOWN_NAMES = 8
 """Names that an error lists."""
+_LOOK = "Look at the names with treeckpt show (below a dotted name is `a.*`)"
 
 
 class RuleStep(msgspec.Struct, frozen=True, gc=False):
@@ -133,7 +134,7 @@ class RuleContext:
             f"rule {self.label}",
             expected=expected,
             found=f"no such leaf: there are {', '.join(names[:SHOWN_NAMES])[:400] or 'none'}{more}",
-            hint=hint or "Look at the names with treeckpt show (below a dotted name is `a.*`), or pass optional=True",
+            hint=hint or f"{_LOOK}, or give the rule optional=True",
         )
 
     def _meant(self, source: str, target: str) -> str:
@@ -166,7 +167,8 @@ class RuleContext:
         for source, target in pairs:
             matches = self.find(compile_pattern(source), below=True)
             if not matches and self.must_match:
-                raise self.no_match(source, self._meant(source, target))
+                may_miss = f"{_LOOK}, or pass transforms=rules.Rename({source!r}, {target!r}, optional=True) for it"
+                raise self.no_match(source, self._meant(source, target) or may_miss)
             for binding, path in matches:
                 if path not in new_names:
                     new_names[path] = expand(target, binding)
@@ -472,13 +474,12 @@ def _optimizer_states(paths: Iterable[str]) -> StateByParameter:
 
 def _moment(steps: list[str], parameters: Container[str]) -> tuple[StatePath, str] | None:
     for first in range(len(steps)):
-        # the longest name counts: a parameter `a` may stand beside `a/b`
-        for last in range(len(steps) - 1, first, -1):
+        # the longest name counts: a parameter `a` may stand beside `a/b`; one without moments ends the path
+        for last in (*range(len(steps) - 1, first, -1), len(steps)):
             name = "/".join(steps[first:last])
             if name in parameters:
-                return StatePath(
-                    OPTIMIZER + "".join(f"{s}/" for s in steps[:first]), f"/{'/'.join(steps[last:])}"
-                ), name
+                before, after = ("".join(f"{s}/" for s in some) for some in (steps[:first], steps[last:]))
+                return StatePath(OPTIMIZER + before, f"/{after}".removesuffix("/")), name
     return None
 
 

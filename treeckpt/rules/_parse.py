@@ -164,10 +164,11 @@ def _aoa_statements(config: Mapping[str, Any], prefix: str) -> list[_Statement]:
     """Returns the statements of a configuration of Paddle, in the order in which they are applied."""
     texts, undone = config.get(_AOA[0]), config.get(_AOA[1], False)
     unknown = [key for key in config if key not in _AOA]
-    if unknown or not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+    known = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
+    if unknown or not known or undone not in (None, True, False):
         raise FormatError(
             "transforms",
-            expected='a dict of Paddle, {"aoa_statements": ["a -> b", ...]}, perhaps with "aoa_config_reverse"',
+            expected='a dict of Paddle, {"aoa_statements": ["a -> b", ...]}, perhaps with "aoa_config_reverse": True',
             found=f"{dict(config)!r:.80}",
             hint=f"{unknown[0]!r} is none of its keys" if unknown else "See treeckpt.rules.parse",
         )

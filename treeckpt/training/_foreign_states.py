@@ -7,6 +7,7 @@ name; the arrays stay where they are. Numbers count the parameters in the order 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,17 @@ import msgspec
 from .._core.format.records import AliasRecord, Index, LeafRecord, ValueRecord
 from .._core.tree.structure import DictNode, ListNode, PerRankNode, Structure, TupleNode, key_text, keys_of
 from .._io.storage.checkpoint import Checkpoint
-from ..errors import FormatError, MismatchError
+from .._loading.match import LoadOptions
+from .._loading.overlay import Bank, From, own_globs
+from ..errors import CheckpointNotFound, FormatError, MismatchError
 from ..rules._rules import Carried, Drop, Rename, Renames, Rule
-from ..rules._view import ComposedLeaf, view_of
+from ..rules._view import ComposedLeaf, View, view_of
 from ._groups import ParamGroup, labels_of
 from ._modules import Key, ModelEntries, key_path, parse_key
 from ._optimizers import NamedOptimizer, Optimizers, groups_of, is_lbfgs, name_optimizers, optimizer_names
 from ._sources import GROUPS as _GROUPS
 from ._sources import STATE as _STATE
-from ._sources import holds_state_dicts, wrapper_rules
+from ._sources import holds_state_dicts, rules_of, wrapper_rules
 
 _PARAMS, _NAMES = "params", "param_names"
 
@@ -286,19 +289,15 @@ def _put(root: dict[str, Any], key: Key, part: Any) -> None:
 def _with_tree(index: Index, tree: IndexPart) -> Index:
     """Returns an index of the same files with another tree of its leaves.
 
-    Raises:
-        FormatError: an array has become a tie to one that is not in the tree.
+    Of ties to an array that is not in the tree, the first becomes that array.
     """
     numbers = {leaf: number for number, leaf in enumerate(tree.leaves) if isinstance(leaf, int)}
     records: list[LeafRecord] = []
-    for leaf in tree.leaves:
+    for number, leaf in enumerate(tree.leaves):
         record = index.leaves[leaf] if isinstance(leaf, int) else leaf
         if isinstance(record, AliasRecord):
-            if record.of not in numbers:
-                raise FormatError(
-                    index.entries[record.of].path, expected="an array that others are ties of", found="none"
-                )
-            record = msgspec.structs.replace(record, of=numbers[record.of])
+            of = numbers.setdefault(record.of, number)
+            record = index.leaves[record.of] if of == number else msgspec.structs.replace(record, of=of)
         records.append(record)
     return msgspec.structs.replace(index, structure=tree.structure, leaves=tuple(records))
 
@@ -307,41 +306,108 @@ def _root_of(index: Index) -> dict[Any, IndexPart]:
     return IndexPart(index.structure, range(len(index.leaves))).parts
 
 
-def named_from_root(given: Checkpoint, rules: Sequence[Rule]) -> tuple[Checkpoint, tuple[Rule, ...]]:
-    """Returns a checkpoint under the names that the first rules give, which only name leaves, and the other rules.
-
-    Leaves that each rank has of its own are renamed where they are read, so a checkpoint with any is left as it is.
-    """
-    count = next((n for n, rule in enumerate(rules) if not isinstance(rule, (Rename, Renames, Drop))), len(rules))
-    if not count or any(leaf.ranks is not None for leaf in given.index.entries):
-        return given, tuple(rules)
-    view = view_of(given.index, rules[:count], source_rank=0, rank=0)
-    tree = IndexPart(view.structure, [leaf.number for leaf in view.entries])
-    return given.with_index(_with_tree(given.index, tree)), tuple(rules[count:])
-
-
-def as_training_state(
-    given: Checkpoint, model: ModelEntries, optimizer: Optimizers | None, rules: tuple[Rule, ...]
-) -> tuple[Checkpoint, tuple[Rule, ...]]:
-    """Returns a checkpoint with state dicts as a training state of ours, and the rules for it.
-
-    Models in a list become those of their positions, as text, by which `training.load` names several. Names that a
-    wrapper has changed get the rule that changes them back. State dicts of optimizers are rearranged.
+class Arrangement:
+    """Arranges checkpoints with state dicts as training states of ours, for live objects.
 
     Args:
-        model, optimizer: the live objects that it is for.
-        rules: those that the restore applies to it.
-
-    Raises:
-        MismatchError: parameters have numbers that do not tell which they are.
+        model, optimizer: the live objects.
+        from_root: whether the first rules, which only name leaves, say where the state dicts are.
     """
-    root = _root_of(given.index)
-    if "model" in root and isinstance(root["model"].structure, ListNode):
-        several = {str(number): part for number, part in root["model"].parts.items()}
-        given = given.with_index(_with_tree(given.index, _node(root | {"model": several})))
-    rules = (*rules, *wrapper_rules(given.index, model.entries, rules))
-    if optimizer is None or not holds_state_dicts(given):
+
+    def __init__(self, model: ModelEntries, optimizer: Optimizers | None, *, from_root: bool) -> None:
+        self._model, self._optimizer, self._from_root = model, optimizer, from_root
+        self.has_rearranged = False
+        """Whether one of them was none of ours."""
+        self._dropped: tuple[str, ...] = ()
+        self._renamed: tuple[tuple[str, str], ...] = ()
+        """What the first rules have renamed: (saved, new)."""
+
+    def ruled(self, dropped: tuple[str, ...], renamed: tuple[tuple[str, str], ...]) -> tuple[Any, Any]:
+        """Returns the paths that all rules have dropped and renamed, by those of the rules that were left."""
+        saved = {new: old for old, new in self._renamed}
+        later = tuple((saved.get(old, old), new) for old, new in renamed)
+        taken = {old for old, _ in later}
+        return (*self._dropped, *dropped), (*(pair for pair in self._renamed if pair[0] not in taken), *later)
+
+    def bank(self, bank: Bank, options: LoadOptions, under: str) -> Bank:
+        """Returns a bank of opened checkpoints with each of them arranged, and the rules for it.
+
+        The state of optimizers is left as it is where nothing of it is selected.
+        """
+
+        def arranged(source: From) -> From:
+            assert isinstance(source.path, Checkpoint), "the bank is opened"
+            checkpoint, own = source.path, own_globs(source, options)
+            fills = own.selects("optimizer") or any(glob.startswith("optimizer/") for glob in own.select or ())
+            rules = rules_of(source.rename, source.transforms, under, from_root=self._from_root)
+            with contextlib.suppress(CheckpointNotFound):  # one that may be missing
+                checkpoint, rules = self.checkpoint(checkpoint, rules, fills_optimizer=fills)
+            return msgspec.structs.replace(source, path=checkpoint, rename=None, transforms=rules)
+
+        return Bank(map(arranged, bank.sources))
+
+    def checkpoint(
+        self, given: Checkpoint, rules: tuple[Rule, ...], *, fills_optimizer: bool = True
+    ) -> tuple[Checkpoint, tuple[Rule, ...]]:
+        """Returns a checkpoint as a training state of ours, and the rules for it.
+
+        Models in a list become those of their positions, as text, by which `training.load` names several. Names that a
+        wrapper has changed get the rule that changes them back. State dicts of optimizers are rearranged.
+
+        Args:
+            rules: those that will be applied to it, which may change the names of parameters.
+
+        Raises:
+            MismatchError: parameters have numbers that do not tell which they are.
+        """
+        optimizer = self._optimizer if fills_optimizer else None
+        if self._from_root and optimizer is not None and not holds_state_dicts(given):
+            named, rest, view = _named_from_root(given, rules)
+            if view is not None and holds_state_dicts(named):
+                given, rules, self.has_rearranged = named, rest, True
+                self._dropped += view.transformed.dropped
+                self._renamed += view.renamed
+        has_state = optimizer is not None and holds_state_dicts(given)
+        if not (has_state or rules) and all(entry.path in given.index.by_path for entry in self._model.entries):
+            return given, rules
+        root = _root_of(given.index)
+        if "model" in root and isinstance(root["model"].structure, ListNode):
+            several = {str(number): part for number, part in root["model"].parts.items()}
+            given = given.with_index(_with_tree(given.index, _node(root | {"model": several})))
+            self.has_rearranged = True
+        rules = (*rules, *wrapper_rules(given.index, self._model.entries, rules))
+        if has_state:
+            job = _Rearranged(given.index, name_optimizers(optimizer, self._model), self._model.ties, rules)
+            if (state_dicts := job.state_dicts()) is not None:
+                given, self.has_rearranged = given.with_index(job.rearranged(state_dicts)), True
         return given, rules
-    job = _Rearranged(given.index, name_optimizers(optimizer, model), model.ties, rules)
-    state_dicts = job.state_dicts()
-    return (given if state_dicts is None else given.with_index(job.rearranged(state_dicts))), rules
+
+
+def _named_from_root(given: Checkpoint, rules: tuple[Rule, ...]) -> tuple[Checkpoint, tuple[Rule, ...], View | None]:
+    """Returns a checkpoint under the names that the first rules give, which only name leaves, the others, and its view.
+
+    Parts at the root in which ranks have leaves of their own stay where they are; a checkpoint whose other parts the
+    rules do not fit is left as it is.
+    """
+    count = next((n for n, rule in enumerate(rules) if not isinstance(rule, (Rename, Renames, Drop))), len(rules))
+    if not count or not isinstance(given.index.structure, DictNode):
+        return given, rules, None
+    root, entries = _root_of(given.index), given.index.entries
+    own = {
+        key: part
+        for key, part in root.items()
+        if any(isinstance(leaf, int) and entries[leaf].ranks is not None for leaf in part.leaves)
+    }
+    shared = _node({key: part for key, part in root.items() if key not in own})
+    try:
+        view = view_of(_with_tree(given.index, shared), rules[:count], source_rank=0, rank=0)
+    except MismatchError:
+        if own:
+            return given, rules, None
+        raise
+    tree = IndexPart(view.structure, [shared.leaves[leaf.number] for leaf in view.entries])
+    if own.keys() & tree.parts.keys():
+        return given, rules, None
+    if own:
+        tree = _node(own | tree.parts)
+    return given.with_index(_with_tree(given.index, tree)), rules[count:], view

@@ -99,19 +99,22 @@ def save(
         raise MismatchError("replicas", expected=expected, found=f"{replicas!r:.60}")
     if first := replicas == "rank0":
         buffers = "first" if buffers == "replicated" else buffers
-        own = any(isinstance(value, PerRank) for value in extra.values())
-        extra = {k: v if isinstance(v, PerRank) else FromRank(v) for k, v in extra.items()} if own else FromRank(extra)
+        extra = _of_rank_0(extra)
+    if model is None:
+        raise TreeError("model", expected="a module or a list of several", found="None")
     models, optimizers = _by_position(model), _by_position(optimizer)
     given = _with_outside(models, optimizers)
     tree = state(given, optimizers, rng=False, extra=extra, buffers=buffers, **parts)
+    names = _names_of(models, optimizers, given)
     if first and optimizers:
         _take_from_rank_0(tree, optimizers)
-    tree[_STATE_DICTS] = _names_of(models, optimizers, given)
+    tree[_STATE_DICTS] = FromRank(names) if first else names
     comm = as_comm(group)
     try:
         return _api.save(fname, tree, step=step, overwrite=overwrite, comm=comm, allow_pickle=allow_pickle)
     except MismatchError as error:
-        if comm.size > 1 and not first:
+        compared = {entry.path for entry in collect_entries(models).entries if entry.kind == "parameter"}
+        if comm.size > 1 and not first and error.path not in compared:
             error.add_hint(_RANK_0)
         raise
 
@@ -223,6 +226,14 @@ def _checked_others(others: Any) -> Any:
         found = "one that `load` returns something else under"
         raise TreeError(taken[0], expected="another name in others", found=found)
     return made
+
+
+def _of_rank_0(value: Any) -> Any:
+    """Returns a value of which rank 0's counts, without what each rank has of its own in dicts."""
+    if isinstance(value, PerRank) or not isinstance(value, Mapping):
+        return value if isinstance(value, PerRank) else FromRank(value)
+    parts = {key: _of_rank_0(part) for key, part in value.items()}
+    return FromRank(value) if all(isinstance(part, FromRank) for part in parts.values()) else parts
 
 
 def _by_position(given: Any) -> Any:

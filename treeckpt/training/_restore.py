@@ -42,7 +42,7 @@ from ..errors import CheckpointNotFound, MismatchError
 from ..reports import LoadReport
 from ..rules import Renaming, Transforms
 from ._capture import LEFT_OUT, optimizer_of
-from ._foreign_states import as_training_state, named_from_root
+from ._foreign_states import Arrangement
 from ._groups import from_groups, held_values, match_schedulers, put_back, unused_entries
 from ._module_loads import (
     Before,
@@ -86,9 +86,7 @@ from ._sources import (
     check_source,
     children_of,
     descend,
-    holds_state_dicts,
     is_stored,
-    lacks_names,
     leaves_below,
     missing_part,
     nodes_by_name,
@@ -228,15 +226,16 @@ def _restore(
     with together(relay):
         placed = place_under(given, under) if under else given
         check_source(placed)
-        if from_root and targets.optimizer is not None and isinstance(placed, Checkpoint):
-            named, rest = named_from_root(placed, options.rules)
-            if holds_state_dicts(named) and not holds_state_dicts(placed):
-                placed, options = named, msgspec.structs.replace(options, rules=rest)
-        model, arranged = collect_entries(targets.model), placed
-        if (targets.optimizer is not None and holds_state_dicts(placed)) or lacks_names(placed, model.entries):
-            arranged, rules = as_training_state(placed, model, targets.optimizer, options.rules)
+        model = collect_entries(targets.model)
+        arrange = Arrangement(model, targets.optimizer, from_root=from_root)
+        arranged = placed
+        if isinstance(placed, Checkpoint):
+            arranged, rules = arrange.checkpoint(placed, options.rules)
             options = msgspec.structs.replace(options, rules=rules)
-        source = open_source(arranged, comm, options, model.entries, under=under, from_root=from_root)
+        elif isinstance(placed, Bank):
+            arranged = arrange.bank(placed, options, under)
+        source = open_source(arranged, comm, options)
+        source.ruled = arrange.ruled(*source.ruled)
         job = _Restore(source, comm, targets, options, model, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
@@ -248,7 +247,7 @@ def _restore(
             job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
-        job.note_rest(is_ours=arranged is placed)
+        job.note_rest(is_ours=not arrange.has_rearranged)
     with together(relay, "restored"):
         return job.run()
 

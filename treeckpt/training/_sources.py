@@ -83,11 +83,6 @@ class RestoreSource(Protocol):
         """The structure of its tree."""
         ...
 
-    @property
-    def saved_structure(self) -> Structure:
-        """The structure before rules, of several checkpoints that of the last; None for a tree, which takes none."""
-        ...
-
     def is_left(self, path: str) -> bool:
         """Whether the target at a path stays unchanged."""
         ...
@@ -214,10 +209,11 @@ class _SavedMember:
     """
 
     def __init__(self, checkpoint: Checkpoint, comm: Comm, options: LoadOptions, globs: LoadOptions) -> None:
-        self.checkpoint, self.comm, self.options = checkpoint, comm, globs
+        self.checkpoint, self.comm = checkpoint, comm
         self.index, self.world = checkpoint.index, checkpoint.index.world
         self.rules, self._reading = options.rules, options
         self.view = self._view()
+        self.options = globs.for_structure(self.view.structure)
         self.names = self.view.names
         left = [name for name in self.view.by_path if name.startswith("model/") and not options.selects(name)]
         if left:
@@ -272,42 +268,33 @@ class CheckpointSource:
     Of several, each is read through its own rules, which its optimizers' state follows, and through rules that drop the
     leaves that a later one provides. So they have no leaf in common, and their structures merge into that of one
     training state. Per-rank state, such as that of the generators, comes from one checkpoint as a whole.
-
-    Args:
-        rules_of: returns the rules of one of several.
     """
 
-    def __init__(
-        self,
-        given: Checkpoint | Bank,
-        comm: Comm,
-        options: LoadOptions,
-        rules_of: Callable[[From], tuple[Rule, ...]] = lambda _: (),
-    ) -> None:
+    def __init__(self, given: Checkpoint | Bank, comm: Comm, options: LoadOptions) -> None:
         self.comm, self.options = comm, options
         self._provider: dict[str, _SavedMember] = {}
         """The one of several checkpoints that gives a leaf, by path."""
+        self.is_bank = isinstance(given, Bank)
         if isinstance(given, Checkpoint):
             self.members = [_SavedMember(given, comm, options, options)]
             self.names = self.members[0].names
             self._read: Checkpoint | Bank = given
         else:
-            self._open_several(given, rules_of)
+            self._open_several(given)
         self.url = ", ".join(member.checkpoint.url for member in self.members)
         # One member of another world is enough: its per-rank leaves are not those of the ranks here.
         self.world = next((m.world for m in self.members if m.world != comm.size), comm.size)
         self.step = self._member_for("param_groups").index.step
-        self.saved_structure = self.members[-1].index.structure
         dropped, renamed = zip(*(member.ruled for member in self.members), strict=True)
         self.ruled = sum(dropped, ()), sum(renamed, ())
         self.structure = reduce(merge_sources, (member.view.structure for member in self.members))
         specs = {path: member.view.specs[path] for path, member in self._provider.items()}
         self.leaves: Mapping[str, ArraySpec | None] = specs if self._provider else self.members[0].view.specs
 
-    def _open_several(self, bank: Bank, rules_of: Callable[[From], tuple[Rule, ...]]) -> None:
+    def _open_several(self, bank: Bank) -> None:
         def look(source: From) -> _SavedMember:
             assert isinstance(source.path, Checkpoint), "the bank is opened"
-            own = msgspec.structs.replace(self.options, rules=rules_of(source))
+            own = msgspec.structs.replace(self.options, rules=as_rules(source.rename, source.transforms))
             return _SavedMember(source.path, self.comm, own, own_globs(source, self.options))
 
         members = open_members(bank, self.options.rules, look, unit=lambda path: path.partition(OWN)[0])
@@ -493,7 +480,6 @@ class TreeSource:
                 hint="Save it, or change the tree before it is restored",
             )
         self.structure, leaves = flatten(self.tree, rank=comm.rank, namespace=options.namespace)
-        self.saved_structure: Structure = None
         self._leaves = {index_path(path, comm.rank): leaf for path, leaf in leaves if leaf is not ...}
 
     @property
@@ -572,13 +558,15 @@ _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "module")
 
 
 def names_of_state_dicts(structure: Structure) -> dict[str, str]:
-    """Returns the `rename` by which a restore finds the state dicts of a model and an optimizer, at or below the root.
+    """Returns the `rename` by which a restore finds the state dicts, or the training state, at or below the root.
 
     It is empty where there are none, or they have these names.
     """
     places = {"": children_of(structure)}
     places |= {f"{key_text(str(key))}/": children_of(node) for key, node in places[""].items()}
     for place, children in places.items():
+        if place and {"model", GROUPS} <= children.keys():
+            return {place.removesuffix("/"): ""}
         optimizer = next((key for key, node in children.items() if _is_optimizer_state(node)), None)
         model = next((key for key in _MODEL_NAMES if children.get(key) is not None), None)
         if optimizer is not None and model is not None:
@@ -594,10 +582,13 @@ def _is_optimizer_state(node: Structure) -> bool:
     return flat or {STATE, GROUPS} <= {*keys}
 
 
-def _named_otherwise(structure: Structure, hint: str) -> str:
+def _named_otherwise(source: RestoreSource, hint: str) -> str:
     """Returns what to do where the state dicts of a source have other names; `hint` and more if none is found."""
-    if rename := names_of_state_dicts(structure):
-        return f"Its state dicts have other names: pass rename={rename}, from_root=True"
+    members = source.members if isinstance(source, CheckpointSource) else []
+    if rename := next(filter(None, (names_of_state_dicts(member.index.structure) for member in members)), None):
+        in_bank = isinstance(source, CheckpointSource) and source.is_bank
+        how = f"give its tc.From rename={rename}, and pass" if in_bank else f"pass rename={rename},"
+        return f"Its parts have other names: {how} from_root=True"
     return (
         f"{hint}. State dicts under other names: old = treeckpt.load(path), then treeckpt.save(new, "
         "{'model': old[...], 'optimizer': old[...]}) with their names there, and restore new"
@@ -620,11 +611,6 @@ def check_source(given: Any) -> None:
             found=f"{type(given).__name__}",
             hint="The path comes first: restore(path, model, optimizer)",
         )
-
-
-def lacks_names(given: Any, entries: Iterable[StateDictEntry]) -> TypeGuard[Checkpoint]:
-    """Whether a source is a checkpoint that has not all names of the model here."""
-    return isinstance(given, Checkpoint) and not all(entry.path in given.index.by_path for entry in entries)
 
 
 def wrapper_rules(index: Index, entries: Iterable[StateDictEntry], rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -717,11 +703,18 @@ def missing_part(part: str, how: str, source: RestoreSource) -> MismatchError:
             f"To leave what is here as it is, pass {part}=None",
         )
     hint = f"To leave what is here as it is, pass {part}={False if part == 'rng' else None}"
+    if several := [str(key) for key, node in children_of(parts.get(part)).items() if _is_optimizer_state(node)]:
+        return MismatchError(
+            part,
+            expected="the state dict of one optimizer, as there is one here",
+            found=f"those of {', '.join(several)}",
+            hint=f"Several models, and several optimizers, are given in a dict: {{{several[0]!r}: ...}}. {hint}",
+        )
     return MismatchError(
         part,
         expected=f"a state saved with {how}",
         found=f"only {', '.join(map(str, parts))} in the checkpoint",
-        hint=_named_otherwise(source.saved_structure, hint) if part == "optimizer" else hint,
+        hint=_named_otherwise(source, hint) if part == "optimizer" else hint,
     )
 
 
@@ -736,20 +729,8 @@ def holds_state_dicts(given: Any) -> TypeGuard[Checkpoint]:
     return {"model", "optimizer"} <= keys and "param_groups" not in keys
 
 
-def open_source(
-    given: Any,
-    comm: Comm,
-    options: LoadOptions,
-    entries: Sequence[StateDictEntry] = (),
-    *,
-    under: str = "",
-    from_root: bool = False,
-) -> RestoreSource:
+def open_source(given: Any, comm: Comm, options: LoadOptions) -> RestoreSource:
     """Opens a path or store, several of them, or a tree.
-
-    Args:
-        entries: of the model here.
-        under, from_root: as for `restore`, of the rules on each of several checkpoints.
 
     Raises:
         MismatchError: the root is no training state.
@@ -760,13 +741,7 @@ def open_source(
         source = TreeSource(given, comm, options)
     else:
         assert stored is not None, "checked before"
-
-        def own_rules(origin: From) -> tuple[Rule, ...]:
-            assert isinstance(origin.path, Checkpoint), "the bank is opened"
-            rules = rules_of(origin.rename, origin.transforms, under, from_root=from_root)
-            return (*rules, *wrapper_rules(origin.path.index, entries, rules))
-
-        source = CheckpointSource(stored, comm, options, own_rules)
+        source = CheckpointSource(stored, comm, options)
     root = source.structure
     if "model" not in children_of(root) and not any(name.startswith("model/") for name in source.names):
         keys = ", ".join(map(str, keys_of(root, ""))) if root is not None else "a single leaf"
@@ -775,7 +750,7 @@ def open_source(
             expected="a training state, with `model` at its root",
             found=keys[:200],
             hint=_named_otherwise(
-                source.saved_structure,
+                source,
                 "Save treeckpt.training.state(model, optimizer), or load this with treeckpt.load. Where the model's "
                 "state dict is the root, pass under='model'; where it has another name, from_root=True with rename=",
             ),
