@@ -94,9 +94,8 @@ def register(
         expected = "a name of lower case letters, digits and _ . -, and a function to read or to write"
         raise TreeckptError("register", expected=expected, found=f"{name!r:.80}")
     before = _registered.get(name)
-    if before is None and (name in SOURCES or name in WRITTEN or name == "pickle"):
-        raise TreeckptError("register", expected="a format that is not registered", found=f"{name!r}, which is")
-    if before is not None and not all(map(is_same_function, before[1:], given[1:])):
+    of_treeckpt = before is None and (name in SOURCES or name in WRITTEN or name == "pickle")
+    if of_treeckpt or (before is not None and not all(map(is_same_function, before[1:], given[1:]))):
         raise TreeckptError("register", expected="a format that is not registered", found=f"{name!r}, which is")
     if read is not None and suffix == "" and file is None and directory is None:
         raise TreeckptError(
@@ -123,6 +122,9 @@ def _write(
 ) -> tuple[tuple[str, ...], int]:
     """Writes one file on rank 0, which appears when it is whole; returns its name, and the bytes of the arrays."""
     place = local_destination(options.destination)
+    if options.dry_run:
+        check_free(place, Output((), (), directory=False), overwrite=options.overwrite)
+        return (place.name,), 0
     arrays = {
         held.names[path]: WrittenArray(leaf) for path, leaf in held.contents.leaves if isinstance(leaf, LazyArray)
     }
