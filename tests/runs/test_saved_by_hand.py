@@ -66,15 +66,47 @@ def test_of_two_directories_of_one_step_the_one_of_the_manager_counts_and_the_ot
     run: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_by_hand(run)
+    save_by_hand(run, steps=(2,), name="step_{:03}".format)
+    tc.save(open_run(run).folder("step_00000002"), {"w": np.full(3, 22)}, step=2)
     with tc.Manager(run, keep=None, background=False) as made:
-        made.restore()
-        made.save(2, {"w": np.full(3, 22)})
-        assert made.steps() == [*STEPS] and made.latest() == 2
-        assert made.restore(step=2)["w"].tolist() == [22] * 3
-        assert {"step_2", "step_00000002"} <= {*open_run(run).names()}, "nothing is deleted for it"
+        assert made.steps() == [*STEPS] and made.restore(step=2)["w"].tolist() == [22] * 3
+        made.save(2, {"w": np.full(3, 23)})
+        assert made.restore(step=2)["w"].tolist() == [23] * 3
+        assert {"step_2", "step_002", "step_00000002"} <= {*open_run(run).names()}, "nothing is deleted for it"
     if isinstance(run, Path):
         assert main(["ls", str(run)]) == 0
         assert "step_2: not taken: step 2 of this run is step_00000002" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_that_was_saved_by_hand_is_refused_or_replaced_where_it_is(run: object, background: bool) -> None:
+    save_by_hand(run)
+    names = open_run(run).names()
+    with tc.Manager(run, keep=None, background=background, overwrite=False) as made:
+        with pytest.raises(tc.CheckpointExists, match="step_10"):
+            made.save(10, {"w": np.full(3, 1)}, pin=True)
+        assert made.restore(step=10)["w"].tolist() == [10] * 3
+        assert "pinned.json" not in open_run(run).folder("step_10").entries()
+    with tc.Manager(run, keep=None, background=background, overwrite=True) as made:
+        made.save(10, {"w": np.full(3, 22)}, pin=True)
+        made.wait()
+        assert made.restore(step=10)["w"].tolist() == [22] * 3 and made.steps() == [*STEPS]
+        assert open_run(run).names() == names
+        assert "pinned.json" in open_run(run).folder("step_10").entries()
+        made.save(11, {"w": np.full(3, 11)})
+    assert {*open_run(run).names()} == {*names, "step_00000011"}
+
+
+def test_all_ranks_save_into_the_directory_of_a_step_that_one_saved_by_hand(tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "run")
+
+    def save(comm: object) -> str:
+        with tc.Manager(tmp_path / "run", comm=comm, background=False, overwrite=True) as made:
+            return made.save(100, {"w": np.full(3, 101)}).path
+
+    found = on_ranks(3, save)
+    assert [outcome.value for outcome in found] == [str(tmp_path / "run" / "step_100")] * 3
+    assert tc.Manager(tmp_path / "run").restore()["w"].tolist() == [101] * 3
 
 
 def test_a_save_that_was_killed_does_not_hide_the_step_that_was_saved_by_hand(tmp_path: Path) -> None:

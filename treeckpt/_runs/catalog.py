@@ -509,20 +509,37 @@ def _that_counts(folders: Iterable[Store]) -> Store:
     """Returns, of directories of one step, one that has an index, if possible that with the name a manager gives."""
 
     def rank(folder: Store) -> tuple[bool, bool, bool]:
-        shown = folder.traits.follow_links or not folder.is_link
         usual = folder.name == step_name(step_of(folder.name) or 0)
-        return shown and folder.entry(INDEX_NAME) is not None, folder.modified_ns() is not None, usual
+        return _is_shown(folder), folder.modified_ns() is not None, usual
 
     return max(folders, key=rank)
 
 
-def _superseded(folders: Iterable[Store]) -> dict[str, str]:
-    """Returns the names of directories whose step counts by another directory, with the name of that."""
+def _by_step(folders: Iterable[Store]) -> dict[int, list[Store]]:
+    """Returns the directories of each step."""
     steps: dict[int, list[Store]] = {}
     for folder in folders:
         if (step := step_of(folder.name)) is not None:
             steps.setdefault(step, []).append(folder)
-    several = ((_that_counts(same).name, same) for same in steps.values() if len(same) > 1)
+    return steps
+
+
+def steps_of_other_names(run: RunStore) -> dict[int, str]:
+    """Returns the steps whose checkpoints are in directories of other names than a manager gives, with these names."""
+    if all((step := step_of(name)) is None or name == step_name(step) for name in run.names()):
+        return {}
+    counted = ((step, _that_counts(same)) for step, same in _by_step(run.folders()).items())
+    return {step: one.name for step, one in counted if one.name != step_name(step) and _is_shown(one)}
+
+
+def _is_shown(folder: Store) -> bool:
+    """Whether a directory of a run has an index, and is no link that is not followed."""
+    return (folder.traits.follow_links or not folder.is_link) and folder.entry(INDEX_NAME) is not None
+
+
+def _superseded(folders: Iterable[Store]) -> dict[str, str]:
+    """Returns the names of directories whose step counts by another directory, with the name of that."""
+    several = ((_that_counts(same).name, same) for same in _by_step(folders).values() if len(same) > 1)
     return {folder.name: counts for counts, same in several for folder in same if folder.name != counts}
 
 

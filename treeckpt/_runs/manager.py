@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.files import check_step
+from .._core.format.files import check_step, step_name
 from .._core.tree.structure import key_text
 from .._inspect.deletion import CleanReport
 from .._io.comm.collective import ending_together, from_rank0
@@ -58,7 +58,7 @@ from .._saving.save import save_tree
 from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from .catalog import runs_below, step_info
+from .catalog import runs_below, step_info, steps_of_other_names
 from .notebook import run_html
 from .options import (
     Keep,
@@ -143,6 +143,8 @@ class Manager:
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
+        self._other_names: dict[int, str] | None = None
+        """Steps that others saved under names of their own; None before the first save."""
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -330,7 +332,7 @@ class Manager:
         self, step: int, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
         # before the save, so that no clean-up removes the step in between
-        store, save = self.directory.new_folder(step), save_async_tree if self._background else save_tree
+        store, save = self._place_of(step), save_async_tree if self._background else save_tree
         pinned = pin and self._from_rank0(f"pin step {step}", partial(self.directory.put_pin, store), bool)
         unpin = partial(self._undo_pin, store, pinned)
         try:
@@ -348,6 +350,13 @@ class Manager:
         elif isinstance(result, Pending):
             self._pending.add(step, result, unpin)
         return result
+
+    def _place_of(self, step: int) -> Store:
+        """Returns the directory into which a step is saved: that in which it was before this manager's first save."""
+        if self._other_names is None:
+            find = partial(steps_of_other_names, self.directory.store)
+            self._other_names = self._from_rank0("look for steps", find, dict[int, str])
+        return self.directory.store.folder(self._other_names.get(step, step_name(step)))
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""

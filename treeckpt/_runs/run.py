@@ -29,7 +29,7 @@ from pathlib import Path
 
 import msgspec
 
-from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_name, step_of
+from .._core.format.files import PIN_NAME, check_step, deleted_name, is_step_name, step_of
 from .._core.format.index import INDEX_NAME
 from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
 from .._core.text import count_text
@@ -130,10 +130,6 @@ class RunDirectory:
     def folder(self, step: int) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
         return step_folder(self.store, check_step(step))
-
-    def new_folder(self, step: int) -> Store:
-        """Returns the directory into which a step is saved; nothing is looked at."""
-        return self.store.folder(step_name(check_step(step)))
 
     def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
         """Lists every directory with the name of a step, except links and directories without files of a checkpoint.
@@ -730,7 +726,7 @@ class SaveHistory:
     def _warn_of_pinned(self, step: int) -> None:
         """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
         with contextlib.suppress(Exception):
-            folder = self.directory.new_folder(step)
+            folder = self.directory.folder(step)
             if PIN_NAME in folder.entries():
                 text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
                 self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
@@ -762,7 +758,7 @@ class SaveHistory:
         others = [mark.step for mark in marks if mark.save_id not in self._saved and mark.step >= step]
         if not others:
             return
-        self._warned, path = True, self.directory.new_folder(step).place
+        self._warned, path = True, self.directory.folder(step).place
         what = "replaces a checkpoint" if step in others else f"is saved below step {max(others)}"
         text = (
             f"step {step} {what} that this manager neither saved nor restored. To continue the run, call resume or "
