@@ -138,8 +138,7 @@ def convert(
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
             without running code; as an element of a sequence it becomes None, so that the others stay where they are.
-        subtree: a path, as text or keys: what is below it is the tree. All names begin there, those of select and of
-            rules too.
+        subtree: a path, as text or keys: what is below it is the tree. All names begin there, in select and rules too.
         rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
