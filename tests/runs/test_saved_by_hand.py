@@ -97,6 +97,21 @@ def test_a_step_that_was_saved_by_hand_is_refused_or_replaced_where_it_is(run: o
     assert {*open_run(run).names()} == {*names, "step_00000011"}
 
 
+@pytest.mark.parametrize("name", ["step_5", "step_00000005"])
+@pytest.mark.parametrize("options", [{}, {"follow_links": True}, {"follow_links": True, "overwrite": True}])
+def test_no_save_goes_through_a_link_in_place_of_a_step(tmp_path: Path, name: str, options: dict[str, bool]) -> None:
+    tc.save(tmp_path / "target", {"w": np.full(3, 5)}, step=5)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "target")
+    with tc.Manager(tmp_path / "run", background=False, **options) as made:
+        with pytest.raises(tc.CheckpointExists, match=f"{name}: .*a link, through which no save goes. Remove the link"):
+            made.save(5, {"w": np.zeros(3)})
+        (tmp_path / "run" / name).unlink()
+        made.save(5, {"w": np.ones(3)})
+        assert made.steps() == [5]
+    assert tc.load(tmp_path / "target")["w"].tolist() == [5] * 3
+
+
 def test_all_ranks_save_into_the_directory_of_a_step_that_one_saved_by_hand(tmp_path: Path) -> None:
     save_by_hand(tmp_path / "run")
 

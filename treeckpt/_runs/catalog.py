@@ -509,8 +509,9 @@ def _that_counts(folders: Iterable[Store]) -> Store:
     """Returns, of directories of one step, one that has an index, if possible that with the name a manager gives."""
 
     def rank(folder: Store) -> tuple[bool, bool, bool]:
+        shown = folder.traits.follow_links or not folder.is_link
         usual = folder.name == step_name(step_of(folder.name) or 0)
-        return _is_shown(folder), folder.modified_ns() is not None, usual
+        return shown and folder.entry(INDEX_NAME) is not None, folder.modified_ns() is not None, usual
 
     return max(folders, key=rank)
 
@@ -524,17 +525,15 @@ def _by_step(folders: Iterable[Store]) -> dict[int, list[Store]]:
     return steps
 
 
-def steps_of_other_names(run: RunStore) -> dict[int, str]:
-    """Returns the steps whose checkpoints are in directories of other names than a manager gives, with these names."""
-    if all((step := step_of(name)) is None or name == step_name(step) for name in run.names()):
-        return {}
-    counted = ((step, _that_counts(same)) for step, same in _by_step(run.folders()).items())
-    return {step: one.name for step, one in counted if one.name != step_name(step) and _is_shown(one)}
-
-
-def _is_shown(folder: Store) -> bool:
-    """Whether a directory of a run has an index, and is no link that is not followed."""
-    return (folder.traits.follow_links or not folder.is_link) and folder.entry(INDEX_NAME) is not None
+def links_and_other_names(run: RunStore) -> dict[int, str]:
+    """Returns the names of the directories of those steps that are links, or not in one of the name a manager gives."""
+    steps = _by_step(map(run.folder, run.names()))
+    counted = ((step, same[0] if len(same) == 1 else _that_counts(same)) for step, same in steps.items())
+    return {
+        step: one.name
+        for step, one in counted
+        if one.is_link or (one.name != step_name(step) and one.entry(INDEX_NAME) is not None)
+    }
 
 
 def _superseded(folders: Iterable[Store]) -> dict[str, str]:

@@ -56,9 +56,9 @@ from .._saving.background import save_async_tree
 from .._saving.options import BackgroundOptions, SidecarContent, check_metadata
 from .._saving.save import save_tree
 from .._saving.session import Pending
-from ..errors import CheckpointNotFound, TreeckptError, TreeError
+from ..errors import CheckpointExists, CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
-from .catalog import runs_below, step_info, steps_of_other_names
+from .catalog import links_and_other_names, runs_below, step_info
 from .notebook import run_html
 from .options import (
     Keep,
@@ -144,7 +144,7 @@ class Manager:
         self._pending = PendingSaves(self._start_clean)
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
         self._other_names: dict[int, str] | None = None
-        """Steps that others saved under names of their own; None before the first save."""
+        """The names of steps that are links, or that others named; None before the first save."""
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -352,11 +352,20 @@ class Manager:
         return result
 
     def _place_of(self, step: int) -> Store:
-        """Returns the directory into which a step is saved: that in which it was before this manager's first save."""
+        """Returns the directory into which a step is saved: that in which it was before this manager's first save.
+
+        Raises:
+            CheckpointExists: it is a link.
+        """
         if self._other_names is None:
-            find = partial(steps_of_other_names, self.directory.store)
+            find = partial(links_and_other_names, self.directory.store)
             self._other_names = self._from_rank0("look for steps", find, dict[int, str])
-        return self.directory.store.folder(self._other_names.get(step, step_name(step)))
+        store = self.directory.store.folder(self._other_names.get(step, step_name(step)))
+        if step in self._other_names and store.is_link:
+            expected, found = "a directory, or nothing", "a link, through which no save goes"
+            hint = "Remove the link; what it leads to stays as it is"
+            raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
+        return store
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""
