@@ -156,6 +156,7 @@ def test_a_name_that_is_taken_is_refused_and_one_that_is_registered_again_is_not
         ("A b", {"suffix": ".x", "read": read_npz}),
         ("mine", {}),
         ("mine", {"read": read_npz}),
+        ("mine", {"suffix": ".x", "write": "w"}),
     ):
         with pytest.raises(tc.TreeckptError, match="register: expected"):
             tc.convert.register(name, **options)

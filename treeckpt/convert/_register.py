@@ -90,7 +90,9 @@ def register(
         TreeckptError: the name is that of another format, or neither `read` nor `write` is given.
     """
     given = (suffix, file, directory, read, write)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_.-]*", name) or (read is None and write is None):
+    functions = [one for one in (read, write) if one is not None]
+    named = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_.-]*", name)
+    if not named or not functions or not all(map(callable, functions)):
         expected = "a name of lower case letters, digits and _ . -, and a function to read or to write"
         raise TreeckptError("register", expected=expected, found=f"{name!r:.80}")
     before = _registered.get(name)
