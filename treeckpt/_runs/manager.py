@@ -357,11 +357,13 @@ class Manager:
         Raises:
             CheckpointExists: it is a link.
         """
-        if self._other_names is None:
+        names = self._other_names
+        if names is None:
             find = partial(links_and_other_names, self.directory.store)
-            self._other_names = self._from_rank0("look for steps", find, dict[int, str])
-        store = self.directory.store.folder(self._other_names.get(step, step_name(step)))
-        if step in self._other_names and store.is_link:
+            there: dict[int, str] = self._from_rank0("look for steps", find, dict[int, str])
+            names = self._other_names = there
+        store = self.directory.store.folder(names.get(step, step_name(step)))
+        if step in names and store.is_link:
             expected, found = "a directory, or nothing", "a link, through which no save goes"
             hint = "Remove the link; what it leads to stays as it is"
             raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)

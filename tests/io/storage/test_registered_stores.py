@@ -169,7 +169,7 @@ def test_what_opens_no_store_is_named() -> None:
     with pytest.raises(tc.TreeckptError, match="scheme: expected functions of a URL, found 3 and None"):
         stores.register("three", 3)  # pyright: ignore[reportArgumentType]
     stores.register("nothing", lambda url: None, lambda url: None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(tc.StoreError, match="nothing://a: expected a Store from the function .*, found a NoneType"):
+    with pytest.raises(tc.StoreError, match=r"nothing://a: expected a Store from the function .*, found a NoneType"):
         tc.load("nothing://a")
-    with pytest.raises(tc.StoreError, match="nothing://a: expected a RunStore from the function .*, found a NoneType"):
+    with pytest.raises(tc.StoreError, match=r"nothing://a: expected a RunStore from the function .*, found a NoneType"):
         tc.Manager("nothing://a")
