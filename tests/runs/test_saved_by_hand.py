@@ -112,6 +112,19 @@ def test_no_save_goes_through_a_link_in_place_of_a_step(tmp_path: Path, name: st
     assert tc.load(tmp_path / "target")["w"].tolist() == [5] * 3
 
 
+def test_all_ranks_refuse_a_link_that_rank_0_sees(tmp_path: Path) -> None:
+    save_by_hand(tmp_path / "run", steps=(1,))
+    (tmp_path / "run" / "step_00000005").symlink_to(tmp_path / "run" / "step_1")
+
+    def save(comm: object) -> None:
+        with tc.Manager(tmp_path / "run", comm=comm, background=False) as made:
+            made.save(5, {"w": np.zeros(3)})
+
+    failed = on_ranks(2, save)
+    assert [type(outcome.error) for outcome in failed] == [tc.CheckpointExists] * 2
+    assert tc.load(tmp_path / "run" / "step_1")["w"].tolist() == [1] * 3
+
+
 def test_all_ranks_save_into_the_directory_of_a_step_that_one_saved_by_hand(tmp_path: Path) -> None:
     save_by_hand(tmp_path / "run")
 

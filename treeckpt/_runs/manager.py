@@ -355,7 +355,7 @@ class Manager:
         """Returns the directory into which a step is saved: that in which it was before this manager's first save.
 
         Raises:
-            CheckpointExists: it is a link.
+            CheckpointExists: it is a link; on every rank.
         """
         names = self._other_names
         if names is None:
@@ -363,10 +363,8 @@ class Manager:
             there: dict[int, str] = self._from_rank0("look for steps", find, dict[int, str])
             names = self._other_names = there
         store = self.directory.store.folder(names.get(step, step_name(step)))
-        if step in names and store.is_link:
-            expected, found = "a directory, or nothing", "a link, through which no save goes"
-            hint = "Remove the link; what it leads to stays as it is"
-            raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
+        if step in names:
+            self._from_rank0(f"look at step {step}", partial(_refuse_link, store), type(None))
         return store
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
@@ -670,3 +668,15 @@ class Manager:
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)
+
+
+def _refuse_link(store: Store) -> None:
+    """Refuses to save through a link in place of the directory of a step.
+
+    Raises:
+        CheckpointExists: there is one.
+    """
+    if store.is_link:
+        expected, found = "a directory, or nothing", "a link, through which no save goes"
+        hint = "Remove the link; what it leads to stays as it is"
+        raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
