@@ -173,5 +173,5 @@ def test_a_name_or_class_that_is_taken_or_none_is_refused(name, array):
 def test_a_registration_that_is_made_again_replaces_itself():
     for _ in range(2):
         tc.arrays.register("unit", Unit, to_numpy=np.asarray, from_numpy=PlainArray.from_numpy)
-    with pytest.raises(tc.TreeckptError, match="found 'unit' is"):
+    with pytest.raises(tc.TreeckptError, match="found 'unit', which is"):
         tc.arrays.register("unit", Unit, to_numpy=np.array, from_numpy=PlainArray.from_numpy)

@@ -217,6 +217,15 @@ def test_a_sidecar_file_with_a_name_of_the_format_is_named_and_left(tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "hub").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("sidecar", ["weights.pt", "Weights.PT"])
+def test_a_sidecar_file_of_the_name_of_the_destination_is_named_and_left(tmp_path: Path, sidecar: str) -> None:
+    tc.save(tmp_path / "c", {"w": np.ones(3)}, files={sidecar: b"other", "config.json": b"{}"})
+    report = tc.convert.convert(tmp_path / "c", tmp_path / "to" / "weights.pt", lossy=True)
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["config.json", "weights.pt"]
+    assert [note.path for note in report.notes if "sidecar" in note.found] == [sidecar]
+    assert torch.load(tmp_path / "to" / "weights.pt")["w"].tolist() == [1, 1, 1]
+
+
 def test_small_files_beside_those_of_another_program_come_along_and_others_are_named(tmp_path: Path) -> None:
     convert_from = tmp_path / "hub"
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")

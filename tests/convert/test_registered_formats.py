@@ -126,6 +126,27 @@ def test_what_a_reader_or_writer_does_wrong_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.none*"))
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".npz.old", "arrays"])
+def test_a_destination_is_of_the_format_that_was_registered_last_for_the_end_of_its_name(
+    tmp_path: Path, suffix: str
+) -> None:
+    tc.save(tmp_path / "c", TREE)
+    tc.convert.register("other", suffix=suffix, read=read_npz, write=write_npz)
+    assert tc.convert.convert(tmp_path / "c", tmp_path / f"a.b{suffix}").format == "other"
+    assert tc.convert.detect(tmp_path / f"a.b{suffix}") == "other"
+    assert tc.convert.convert(tmp_path / "c", tmp_path / "a.pth").format == "torch"
+
+
+def test_a_dry_run_to_a_place_that_is_taken_is_refused_as_for_other_files(tmp_path: Path) -> None:
+    tc.save(tmp_path / "c", TREE)
+    dry = tc.convert.convert(tmp_path / "c", tmp_path / "c.npz", dry_run=True)
+    assert (dry.files, dry.written_nbytes) == (("c.npz",), 0) and not (tmp_path / "c.npz").exists()
+    tc.convert.convert(tmp_path / "c", tmp_path / "c.npz")
+    with pytest.raises(tc.CheckpointExists):
+        tc.convert.convert(tmp_path / "c", tmp_path / "c.npz", dry_run=True)
+    assert tc.convert.convert(tmp_path / "c", tmp_path / "c.npz", dry_run=True, overwrite=True).dry_run
+
+
 def test_a_name_that_is_taken_is_refused_and_one_that_is_registered_again_is_not() -> None:
     tc.convert.register("npz", suffix=".npz", read=read_npz, write=write_npz)
     for name, options in (
@@ -135,6 +156,7 @@ def test_a_name_that_is_taken_is_refused_and_one_that_is_registered_again_is_not
         ("A b", {"suffix": ".x", "read": read_npz}),
         ("mine", {}),
         ("mine", {"read": read_npz}),
+        ("mine", {"suffix": ".x", "write": "w"}),
     ):
         with pytest.raises(tc.TreeckptError, match="register: expected"):
             tc.convert.register(name, **options)

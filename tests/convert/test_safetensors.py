@@ -218,6 +218,14 @@ FILES = {
     "a name twice for the same bytes": _file(b'{"w": %s, "w": %s}' % (_ONE, _ONE), bytes(4)),
     "metadata twice": _file(b'{"__metadata__": {"a": "1"}, "w": %s, "__metadata__": {"a": "2"}}' % _ONE, bytes(4)),
     "a key of metadata twice": _file(b'{"__metadata__": {"a": "1", "a": "2"}, "w": %s}' % _ONE, bytes(4)),
+    "a field of a tensor twice": _file(b'{"w": %s}' % _ONE.replace(b"{", b'{"dtype": "I32", '), bytes(4)),
+    "a field of a tensor twice, with metadata": _file(
+        b'{"__metadata__": {"a": "1"}, "w": %s}' % _ONE.replace(b"{", b'{"shape": [1], '), bytes(4)
+    ),
+    "metadata of the names of fields": _file(
+        {"__metadata__": {"dtype": "1", "shape": "dtype"}, "w": _of("F32", [1], 0, 4)}, bytes(4)
+    ),
+    "a tensor that is no object": _file(b'{"w": 1, "v": ["dtype", "dtype", "dtype"]}', bytes(4)),
     "metadata about itself": _file({"__metadata__": {"__metadata__": "1"}, "w": _of("F32", [1], 0, 4)}, bytes(4)),
     "no metadata": _file({"__metadata__": None, "w": _of("F32", [1], 0, 4)}, bytes(4)),
     "a tensor called __metadata__": _file({"__metadata__": _of("F32", [1], 0, 4)}, bytes(4)),

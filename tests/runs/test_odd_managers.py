@@ -196,7 +196,7 @@ def test_a_pinned_save_that_fails_behind_the_training_leaves_no_pin(tmp_path: Pa
     made = tc.Manager(GatedRun(tmp_path, gate), background=tc.BackgroundOptions(writer="thread"))
     for step, earlier in ((1, False), (2, True)):
         if earlier:
-            made.directory.put_pin(made.directory.new_folder(step))
+            made.directory.put_pin(made.directory.folder(step))
         made.save(step, {"s": step}, pin=True)
         with pytest.raises(tc.CheckpointError, match="No space left"):
             made.wait()

@@ -120,7 +120,9 @@ def register(
         # defined again, as by a cell of a notebook that is run again
         again = [_class_name(one) for one in known.given] == [_class_name(one) for one in library.given]
         if known.name != name or not again:
-            raise TreeckptError("register", expected="a library that is not registered", found=f"{known.name!r} is")
+            raise TreeckptError(
+                "register", expected="a library that is not registered", found=f"{known.name!r}, which is"
+            )
     add_library(library)
 
 

@@ -81,7 +81,8 @@ def no_such_run(run: str) -> str:
     if not is_url(run):
         path = Path(local_path(run)).absolute()
         what, hint = describe_foreign(f"{path}") or describe_place(f"{path}")
-        return f"{run}: no such directory{f': it is {what}' * path.exists()}. {hint}"
+        said = what if what != "nothing at this path" else ""
+        return f"{run}: no such directory{f': it is {said}' * bool(said)}. {hint}"
     parent = run.rstrip("/").rpartition("/")[0]
     beside = open_run(parent).names() if parent.count("/") >= 2 else []
     names = ", ".join(beside[:SHOWN_NAMES]) + f" and {len(beside) - SHOWN_NAMES} more" * (len(beside) > SHOWN_NAMES)

@@ -59,6 +59,10 @@ class _SafetensorsEntry(msgspec.Struct, gc=False):
     data_offsets: tuple[int, int]
 
 
+_FIELDS = (METADATA, *_SafetensorsEntry.__struct_fields__)
+"""The names that stand once in a header, or in an entry of it."""
+
+
 def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
     """Returns the entries of a file, and its data area."""
     length = int.from_bytes(window.read(0, 8).tobytes(), "little")
@@ -71,11 +75,24 @@ def _header(window: FileRange) -> tuple[dict[str, msgspec.Raw], FileRange]:
         )
     text = window.read(8, length).tobytes()
     entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    if len(re.findall(rb'"__metadata__"\s*:', text)) > 1:
-        pairs = json.loads(text, object_pairs_hook=list)
-        if [name for name, _ in pairs].count(METADATA) > 1:
-            raise ValueError(f"{METADATA!r} twice")
+    tensors = len(entries) - (METADATA in entries)
+    most = {name: 1 if name == METADATA else tensors for name in _FIELDS}
+    if any(text.count(f'"{name}"'.encode()) > count for name, count in most.items()):
+        _check_fields(json.loads(text, object_pairs_hook=tuple))
     return entries, window.within(8 + length, window.size - 8 - length)
+
+
+def _check_fields(header: tuple[tuple[str, Any], ...]) -> None:
+    """Refuses a header in which the metadata, or a field of an entry, stands twice.
+
+    Args:
+        header: its JSON, with each object as a tuple of its names and values.
+    """
+    tensors = [(name, entry) for name, entry in header if name != METADATA and isinstance(entry, tuple)]
+    fields = [(name, [field for field, _ in entry]) for name, entry in tensors]
+    for place, names in (("the header", [name for name, _ in header if name == METADATA]), *fields):
+        if twice := next((name for name in _FIELDS if names.count(name) > 1), None):
+            raise ValueError(f"{twice!r} twice in {place[:80]!r}")
 
 
 def read_safetensors(

@@ -11,12 +11,13 @@ hfai.checkpoint.load gives, but for `__version__` and `__nshards__`.
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -95,12 +96,12 @@ def find_entries(window: FileRange) -> dict[str, ZipEntry]:
         ) from error
     if len(infos) > MAX_ENTRIES:
         raise FormatError(window.label, expected=f"at most {MAX_ENTRIES} entries", found=f"{len(infos)}")
-    heads = _Heads(window)
+    heads = _Heads(window, infos)
     return {info.filename: ZipEntry(_contents(heads, info), info.CRC) for info in infos}
 
 
 NEAR_NBYTES = 16 << 10
-"""Bytes between the beginnings of two entries, at most, for which others behind them are read along."""
+"""Bytes between the beginnings of two entries, at most, whose heads are read together, with what is between them."""
 HEADS_NBYTES = 256 << 10
 """Bytes that are read at a time where entries are small."""
 
@@ -108,17 +109,21 @@ HEADS_NBYTES = 256 << 10
 class _Heads:
     """Reads what precedes the contents of entries, many at a time where they lie close together."""
 
-    def __init__(self, window: FileRange) -> None:
+    def __init__(self, window: FileRange, infos: Iterable[zipfile.ZipInfo]) -> None:
         self.window = window
-        self._block, self._first, self._last = b"", 0, -NEAR_NBYTES
+        self._starts = sorted(info.header_offset for info in infos)
+        self._block, self._first = b"", 0
 
     def read(self, at: int) -> bytes:
         """Returns the 30 bytes of a head."""
         if not self._first <= at <= self._first + len(self._block) - 30:
-            near = 0 <= at - self._last <= NEAR_NBYTES
-            size = min(HEADS_NBYTES, self.window.size - at) if near else 30
-            self._block, self._first = self.window.read(at, max(size, 30)).tobytes(), at
-        self._last = at
+            last = at
+            for number in range(bisect.bisect(self._starts, at), len(self._starts)):
+                start = self._starts[number]
+                if start - last > NEAR_NBYTES or start - at > HEADS_NBYTES or start + 30 > self.window.size:
+                    break
+                last = start
+            self._block, self._first = self.window.read(at, last + 30 - at).tobytes(), at
         return self._block[at - self._first : at - self._first + 30]
 
 
@@ -152,9 +157,9 @@ class EntryPlace(msgspec.Struct, frozen=True):
 def entry_places(window: FileRange) -> list[EntryPlace]:
     """Returns where the entries of an archive lie, of which `find_entries` has found nothing wrong."""
     reader: Any = _RangeFile(window)
-    heads, found = _Heads(window), list[EntryPlace]()
+    found: list[EntryPlace] = []
     with zipfile.ZipFile(reader) as archive:
-        record = archive.start_dir
+        heads, record = _Heads(window, archive.infolist()), archive.start_dir
         for info in archive.infolist():
             contents = _contents(heads, info)
             start, stop = contents.start - window.start, contents.start - window.start + contents.size

@@ -488,10 +488,10 @@ def step_folder(run: RunStore, step: CheckpointId) -> Store:
     usual = run.folder(id_name(step))
     if isinstance(step, str) or usual.entry(INDEX_NAME) is not None:
         return usual
-    return _that_counts([usual, *(run.folder(name) for name in run.names() if step_of(name) == step)])
+    return that_counts([usual, *(run.folder(name) for name in run.names() if step_of(name) == step)])
 
 
-def _that_counts(folders: Iterable[Store]) -> Store:
+def that_counts(folders: Iterable[Store]) -> Store:
     """Returns, of directories of one step, one that has an index, if possible that with the name a manager gives."""
 
     def rank(folder: Store) -> tuple[bool, bool, bool]:
@@ -502,13 +502,18 @@ def _that_counts(folders: Iterable[Store]) -> Store:
     return max(folders, key=rank)
 
 
-def _superseded(folders: Iterable[Store]) -> dict[str, str]:
-    """Returns the names of directories whose step counts by another directory, with the name of that."""
+def by_step(folders: Iterable[Store]) -> dict[int, list[Store]]:
+    """Returns the directories of each step."""
     steps: dict[int, list[Store]] = {}
     for folder in folders:
         if (step := step_of(folder.name)) is not None:
             steps.setdefault(step, []).append(folder)
-    several = ((_that_counts(same).name, same) for same in steps.values() if len(same) > 1)
+    return steps
+
+
+def _superseded(folders: Iterable[Store]) -> dict[str, str]:
+    """Returns the names of directories whose step counts by another directory, with the name of that."""
+    several = ((that_counts(same).name, same) for same in by_step(folders).values() if len(same) > 1)
     return {folder.name: counts for counts, same in several for folder in same if folder.name != counts}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .._core.format.files import step_name
 from .._core.format.index import INDEX_NAME
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.storage.checkpoint import NewestIndex
@@ -16,12 +17,14 @@ from .catalog import (
     LruStatCache,
     OnRead,
     StatCache,
+    by_step,
     has_steps,
     in_listing_order,
     is_checkpoint_file,
     read_info,
     read_infos,
     regular_files,
+    that_counts,
 )
 
 
@@ -89,3 +92,14 @@ def scan(
 def runs_below(run: RunStore) -> list[str]:
     """Returns the paths of the directories of a run that are runs themselves."""
     return [folder.place for folder in run.folders() if has_steps(folder)]
+
+
+def links_and_other_names(run: RunStore) -> dict[int, str]:
+    """Returns the names of the directories of those steps that are links, or not in one of the name a manager gives."""
+    steps = by_step(map(run.folder, run.names()))
+    counted = ((step, same[0] if len(same) == 1 else that_counts(same)) for step, same in steps.items())
+    return {
+        step: one.name
+        for step, one in counted
+        if one.is_link or (one.name != step_name(step) and one.entry(INDEX_NAME) is not None)
+    }

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.files import is_step_name, parse_file_name, prepared_name
+from .._core.format.files import CheckpointId, id_name, is_step_name, parse_file_name, prepared_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from .._core.format.shard_header import parse_shard_name
 from .._inspect.deletion import CleanReport, JoinedRun, RetainedDirectory
@@ -231,3 +231,36 @@ def spread_pins(run: RunDirectory, disks: RunDisks) -> None:
         joined = disks.joined[info.name]
         if info.status == "complete" and joined.pinned and not info.pinned and joined.save_id == info.save_id:
             run.put_pin(run.store.folder(info.name))
+
+
+def act_on_disks(
+    comm: Comm,
+    run: RunDirectory,
+    call: str,
+    step: CheckpointId,
+    act: Callable[[], Any],
+    *,
+    check: Callable[[], Any] | None,
+    busy: Callable[[], Collection[str]],
+) -> bool:
+    """Acts on each disk that has a step; returns False where all ranks see one disk, or no disk has it.
+
+    Args:
+        check: raises where it must not be done on a disk; then it is done on none.
+        busy: returns the names of directories in which this process is saving.
+    """
+    disks, name = look_at_disks(comm, run, call), id_name(step)
+    if disks is None or not disks.has(name, complete=check is None):
+        return False
+    here = disks.here(name, complete=check is None)
+
+    def prepare() -> None:
+        complete_saves(run, disks, busy())
+        spread_pins(run, disks)
+        if check is not None and here:
+            check()
+
+    for what, each in (("prepare", prepare if disks.leads else None), ("act", act if here else None)):
+        hint = "It may be done on the disks of other ranks" if what == "act" else "Nothing was done"
+        on_each_disk(comm, disks, f"{run.url} {call}: {what}", run.folder(step).place, each, hint=hint)
+    return True

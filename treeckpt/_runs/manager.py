@@ -59,8 +59,8 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError, TreeError
 from ..reports import SaveReport
 from .catalog import step_info
-from .discovery import runs_below
-from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk, spread_pins
+from .discovery import links_and_other_names, runs_below
+from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
 from .notebook import run_html
 from .options import (
     Keep,
@@ -85,7 +85,7 @@ from .restore import (
     from_all_disks,
     restore_from,
 )
-from .run import CheckpointSelector, RunDirectory
+from .run import CheckpointSelector, RunDirectory, refuse_link
 from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
@@ -161,6 +161,8 @@ class Manager:
         self._before: Pending | None = None
         """The background save that was begun last; None once all ranks have cleaned up after it together."""
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
+        self._other_names: dict[int, str] | None = None
+        """The names of steps that are links, or that others named; None before the first save."""
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -367,7 +369,7 @@ class Manager:
         if isinstance(step, str):
             self._from_rank0(f"save {step}", partial(self.directory.check_free, step), type(None))
         # before the save, so that no clean-up removes the step in between
-        store, save = self.directory.new_folder(step), save_async_tree if self._background else save_tree
+        store, save = self._place_of(step), save_async_tree if self._background else save_tree
         pinned = pin and self._from_rank0(f"pin {id_text(step)}", partial(self.directory.put_pin, store), bool)
         unpin = partial(self._undo_pin, store, pinned)
         try:
@@ -389,6 +391,24 @@ class Manager:
         elif isinstance(result, Pending):
             self._pending.add(step, result, unpin)
         return result
+
+    def _place_of(self, step: CheckpointId) -> Store:
+        """Returns the directory into which a step is saved: that in which it was before this manager's first save.
+
+        Raises:
+            CheckpointExists: it is a link; on every rank.
+        """
+        if isinstance(step, str):
+            return self.directory.store.folder(id_name(step))
+        names = self._other_names
+        if names is None:
+            find = partial(links_and_other_names, self.directory.store)
+            there: dict[int, str] = self._from_rank0("look for steps", find, dict[int, str])
+            names = self._other_names = there
+        store = self.directory.store.folder(names.get(step, id_name(step)))
+        if step in names:
+            self._from_rank0(f"look at step {step}", partial(refuse_link, store), type(None))
+        return store
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""
@@ -416,27 +436,8 @@ class Manager:
     def _on_each_disk(
         self, call: str, step: CheckpointId, act: Callable[[], Any], *, check: Callable[[], Any] | None = None
     ) -> bool:
-        """Acts on each disk that has a step; returns False where all ranks see one disk, or no disk has it.
-
-        Args:
-            check: raises where it must not be done on a disk; then it is done on none.
-        """
-        disks, name = self._disks(call), id_name(step)
-        if disks is None or not disks.has(name, complete=check is None):
-            return False
-        here = disks.here(name, complete=check is None)
-
-        def prepare() -> None:
-            complete_saves(self.directory, disks, self._pending.busy())
-            spread_pins(self.directory, disks)
-            if check is not None and here:
-                check()
-
-        for what, each in (("prepare", prepare if disks.leads else None), ("act", act if here else None)):
-            topic, path = f"{self.directory.url} {call}: {what}", self.path(step)
-            hint = "It may be done on the disks of other ranks" if what == "act" else "Nothing was done"
-            on_each_disk(self._comm, disks, topic, path, each, hint=hint)
-        return True
+        """Acts as `act_on_disks`."""
+        return act_on_disks(self._comm, self.directory, call, step, act, check=check, busy=self._pending.busy)
 
     @takes_no_save
     def wait(self, timeout: float | None = None) -> None:

@@ -345,7 +345,7 @@ class SaveHistory:
     def _warn_of_pinned(self, step: CheckpointId) -> None:
         """Warns where a save is about to replace a pinned checkpoint; raises nothing."""
         with contextlib.suppress(Exception):
-            folder = self.directory.new_folder(step)
+            folder = self.directory.folder(step)
             if PIN_NAME in folder.entries():
                 text = "is pinned, and this save replaces it: a pin keeps a checkpoint from clean-ups only"
                 self._warn(folder.place, f"{text}. overwrite=False of the Manager refuses to replace steps")
@@ -384,7 +384,7 @@ class SaveHistory:
             others = [other for other in unknown if isinstance(other, int) and other >= step]
         if not others:
             return
-        self._warned, path = True, self.directory.new_folder(step).place
+        self._warned, path = True, self.directory.folder(step).place
         what = "replaces a checkpoint" if step in others else f"is saved below step {max(others, key=id_order)}"
         text = (
             f"{id_text(step)} {what} that this manager neither saved nor restored. To continue the run, call resume or "

@@ -645,7 +645,6 @@ def _trees_with_optimizers(
         checkpoint,
         comm,
         LoadOptions(allow_pickle=options.get("allow_pickle", False), namespace=namespace, rules=rules),
-        lambda one: as_rules(one.rename, one.transforms),
     )
     return {name: TreeToFill(things[name], (OBJECTS, name), source, selects) for name in names}
 

@@ -30,7 +30,6 @@ from .._core.format.files import (
     CheckpointId,
     check_id,
     deleted_name,
-    id_name,
     id_order,
     id_text,
     is_step_name,
@@ -136,10 +135,6 @@ class RunDirectory:
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
         return step_folder(self.store, check_id(step))
-
-    def new_folder(self, step: CheckpointId) -> Store:
-        """Returns the directory into which a step is saved; nothing is looked at."""
-        return self.store.folder(id_name(check_id(step)))
 
     def check_free(self, name: str) -> None:
         """Refuses to save a checkpoint by a text where something else has the directory of this name.
@@ -472,6 +467,18 @@ class RunDirectory:
             return f"it is {info.status} now"
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         return plan.why if isinstance(plan, RetainedDirectory) else ""
+
+
+def refuse_link(store: Store) -> None:
+    """Refuses to save through a link in place of the directory of a step.
+
+    Raises:
+        CheckpointExists: there is one.
+    """
+    if store.is_link:
+        expected, found = "a directory, or nothing", "a link, through which no save goes"
+        hint = "Remove the link; what it leads to stays as it is"
+        raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
 
 
 def _held(folder: Store, why: str) -> CheckpointError:

@@ -20,9 +20,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from functools import partial
+from functools import lru_cache, partial
 from threading import Event
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ from .._io.timing import Recorder
 from .._threads import ThreadPool
 from ..errors import CheckpointError, StoreError
 
+T = TypeVar("T")
 BUFFER = 8 << 20
 """The bytes of one write. Measured: 4 to 16 MiB reach the device's rate, smaller ones do not."""
 BUFFER_COUNT = 4
@@ -585,6 +586,16 @@ class RowGatherer(Protocol):
         ...
 
 
+def has_methods_of(data: object, protocol: type[T]) -> TypeGuard[T]:
+    """Whether data is of a protocol, as `isinstance` says, which takes 12 us for each piece."""
+    return _is_of_protocol(type(data), protocol)
+
+
+@lru_cache(maxsize=256)
+def _is_of_protocol(kind: type, protocol: Any) -> bool:
+    return issubclass(kind, protocol)
+
+
 def contiguous_parts(data: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the bytes of an array in C order, uint8[n]: all of it where it is, or copies of about `BUFFER` bytes."""
     if data.flags.c_contiguous:
@@ -611,7 +622,7 @@ def append_entry(sink: ByteSink, write: PlannedEntry, pieces: Sequence[SourcePie
     elif isinstance(piece.data, (HostArray, HostMemory)):
         array = piece.data.array
         sink.append(array if region == piece.region else array[region.relative_to(piece.region).slices()])
-    elif isinstance(piece.data, RowGatherer):
+    elif has_methods_of(piece.data, RowGatherer):
         _append_rows(sink, region.relative_to(piece.region), write.nbytes, piece.data)
     else:  # lazily transformed, on a device or in another file
         itemsize = write.nbytes // region.size

@@ -33,7 +33,7 @@ from .._core.planning.save_plan import FilePlan, GlobalPlan, PlannedEntry
 from .._core.sharding.region import Region
 from .._io.storage.memory import PAGE_NBYTES, advise_huge_pages, madvise_populate
 from .._threads import ThreadPool, WorkerThreads
-from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, piece_of
+from .shard_files import MEMMOVE_LIMIT, ShardSource, append_entry, has_methods_of, piece_of
 
 PARALLEL_COPY = 1 << 20
 """The bytes of an array from which threads share the copying."""
@@ -308,7 +308,7 @@ def _stage_entry(
     piece = piece_of(write, pieces)
     if isinstance(piece.data, (HostArray, HostMemory)):
         append_entry(_MemorySink(target, delayed), write, pieces)
-    elif not isinstance(piece.data, HostCopyable):  # what is read for the copy is gone after that
+    elif not has_methods_of(piece.data, HostCopyable):  # what is read for the copy is gone after that
         append_entry(_MemorySink(target, None), write, pieces)
     elif (wait := piece.data.copy_to(write.region.relative_to(piece.region).slices(), target)) is not None:
         device_copies.append(wait)

@@ -138,7 +138,7 @@ def convert(
         memory: bytes of buffers, at most; saving in our own format needs 56 MiB.
         select, exclude: globs over paths, after the rules, and all below them. What is left out need not be readable
             without running code; as an element of a sequence it becomes None, so that the others stay where they are.
-        subtree: a path, as text or keys: what is below it is the tree. All names begin there, those of rules too.
+        subtree: a path, as text or keys: what is below it is the tree. All names begin there, in select and rules too.
         rename, transforms, comm: as in `load` and `save`: as if saved so.
         hub_names: a model of transformers, or its config, whose `save_pretrained` gives names and layouts to its state.
         lossy: goes without what the format cannot hold, instead of refusing it.
@@ -188,10 +188,9 @@ def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: 
         output = None if written_as.lay_out is None else written_as.lay_out(held, options)
         # with the layout at hand, and before any checksum is computed or file is made
         check_growth(chosen, own_nbytes(contents) if output is None else output.nbytes)
-        left = _misplaced(output, sidecars) if output is not None else () if written_as.keeps_files else tuple(sidecars)
+        left = () if written_as.keeps_files else tuple(sidecars)
         if output is not None:
-            files = [OutputFile(name, len(data), ((0, data),)) for name, data in sidecars.items() if name not in left]
-            output = msgspec.structs.replace(output, files=(*output.files, *files))
+            output, left = _with_sidecars(output, sidecars, Path(options.destination).name)
         if not dry_run:
             lost = {finding.path for finding in contents.findings if finding.lost}
             read = [(path, leaf) for path, leaf in chosen.leaves if path not in lost]
@@ -201,8 +200,8 @@ def _convert(source: AnyPath | Store, options: ConvertJob, comm: Comm, counted: 
         if output is not None:
             names, written = _write(output, options, comm)
         else:
-            write = None if dry_run else written_as.write
-            names, written = ((), 0) if write is None else write(held, sidecars, options, comm)
+            assert written_as.write is not None, "a format without a layout writes its files itself"
+            names, written = written_as.write(held, sidecars, options, comm)
         assert dry_run or chosen.sums.all_read(), "all bytes of a source are read"
     arrays = [leaf for _, leaf in contents.leaves if isinstance(leaf, LazyArray)]
     losses = tuple(finding for finding in contents.findings if finding.lost)
@@ -262,12 +261,18 @@ def _chosen(contents: Contents, options: ConvertJob) -> Contents:
     return transform(contents, hub_rules(options.hub_names, specs))
 
 
-def _misplaced(output: Output, sidecars: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Returns the names of sidecar files that cannot lie beside the files of a format, whose names they have."""
-    names = [file.name for file in output.files]
+def _with_sidecars(output: Output, sidecars: Mapping[str, bytes], place: str) -> tuple[Output, tuple[str, ...]]:
+    """Returns an output with the sidecar files, and the names of those that have names of files of the format.
+
+    Args:
+        place: the name of the destination.
+    """
+    names = [file.name or place for file in output.files]
     kind = format_of_names(names)
     taken = {name.lower() for name in names}
-    return tuple(name for name in sidecars if name.lower() in taken or format_of_names([*names, name]) != kind)
+    left = tuple(name for name in sidecars if name.lower() in taken or format_of_names([*names, name]) != kind)
+    files = [OutputFile(name, len(data), ((0, data),)) for name, data in sidecars.items() if name not in left]
+    return msgspec.structs.replace(output, files=(*output.files, *files)), left
 
 
 def _write(output: Output, options: ConvertJob, comm: Comm) -> tuple[tuple[str, ...], int]:
@@ -284,6 +289,8 @@ def _save(
     held: FittedContents, sidecars: Mapping[str, bytes], options: ConvertJob, comm: Comm
 ) -> tuple[tuple[str, ...], int]:
     """Saves a checkpoint of ours; returns the names of its files, and the bytes that this rank wrote."""
+    if options.dry_run:
+        return (), 0
     contents = held.contents
     step = step_of(options.destination.rstrip("/").rpartition("/")[2]) if options.step is None else options.step
     report = _api.save(
@@ -301,11 +308,13 @@ def _save(
 
 def _format(destination: str, to: str | None) -> tuple[str, bool]:
     """Returns the format to write, and whether it is a directory."""
-    suffix = Path(destination).suffix
-    kind = to or next((one.name for one in WRITTEN.values() if suffix in one.suffixes), "treeckpt")
+    path = Path(destination)
+    # the format that was registered last is asked first, as where files are read
+    ends = ((name, end) for name, one in reversed(WRITTEN.items()) for end in one.suffixes)
+    kind = to or next((name for name, end in ends if path.name.endswith(end) and path.name != end), "treeckpt")
     if kind not in WRITTEN:
         raise MismatchError("to", expected=f"one of {', '.join(FORMATS)}", found=f"{kind!r}")
-    return kind, kind == "dcp" or (kind == "safetensors" and suffix != ".safetensors")
+    return kind, kind == "dcp" or (kind == "safetensors" and path.suffix != ".safetensors")
 
 
 def _sizes(to: str, directory: bool, memory: int | str, max_shard_size: int | str | None) -> tuple[int, int | None]:
@@ -362,7 +371,7 @@ class WrittenFormat(msgspec.Struct, frozen=True):
     lay_out: Callable[[FittedContents, ConvertJob], Output] | None = None
     """Returns the files to write; None where `write` writes them."""
     write: Callable[[FittedContents, Mapping[str, bytes], ConvertJob, Comm], tuple[tuple[str, ...], int]] | None = None
-    """Writes everything; returns the names of the files, and the bytes that this rank wrote."""
+    """Writes everything, or nothing if it is to be dry; returns the names of the files, and the bytes of this rank."""
     keeps_files: bool = False
     """Whether `write` writes the sidecar files too, which it takes by name. They lie beside files that are laid out."""
     suffixes: tuple[str, ...] = ()

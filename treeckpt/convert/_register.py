@@ -90,13 +90,14 @@ def register(
         TreeckptError: the name is that of another format, or neither `read` nor `write` is given.
     """
     given = (suffix, file, directory, read, write)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_.-]*", name) or (read is None and write is None):
+    functions = [one for one in (read, write) if one is not None]
+    named = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_.-]*", name)
+    if not named or not functions or not all(map(callable, functions)):
         expected = "a name of lower case letters, digits and _ . -, and a function to read or to write"
         raise TreeckptError("register", expected=expected, found=f"{name!r:.80}")
     before = _registered.get(name)
-    if before is None and (name in SOURCES or name in WRITTEN or name == "pickle"):
-        raise TreeckptError("register", expected="a format that is not registered", found=f"{name!r}, which is")
-    if before is not None and not all(map(is_same_function, before[1:], given[1:])):
+    of_treeckpt = before is None and (name in SOURCES or name in WRITTEN or name == "pickle")
+    if of_treeckpt or (before is not None and not all(map(is_same_function, before[1:], given[1:]))):
         raise TreeckptError("register", expected="a format that is not registered", found=f"{name!r}, which is")
     if read is not None and suffix == "" and file is None and directory is None:
         raise TreeckptError(
@@ -123,6 +124,9 @@ def _write(
 ) -> tuple[tuple[str, ...], int]:
     """Writes one file on rank 0, which appears when it is whole; returns its name, and the bytes of the arrays."""
     place = local_destination(options.destination)
+    if options.dry_run:
+        check_free(place, Output((), (), directory=False), overwrite=options.overwrite)
+        return (place.name,), 0
     arrays = {
         held.names[path]: WrittenArray(leaf) for path, leaf in held.contents.leaves if isinstance(leaf, LazyArray)
     }

@@ -163,3 +163,13 @@ def test_a_scheme_of_checkpoints_alone_says_so_of_a_run(tmp_path: Path) -> None:
     stores.register("shelf", tc.MemoryStore)
     with pytest.raises(tc.StoreError, match=r"Give treeckpt\.stores\.register\('shelf', \.\.\.\) a `run` too"):
         tc.Manager("shelf://run")
+
+
+def test_what_opens_no_store_is_named() -> None:
+    with pytest.raises(tc.TreeckptError, match="scheme: expected functions of a URL, found 3 and None"):
+        stores.register("three", 3)  # pyright: ignore[reportArgumentType]
+    stores.register("nothing", lambda url: None, lambda url: None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(tc.StoreError, match=r"nothing://a: expected a Store from the function .*, found a NoneType"):
+        tc.load("nothing://a")
+    with pytest.raises(tc.StoreError, match=r"nothing://a: expected a RunStore from the function .*, found a NoneType"):
+        tc.Manager("nothing://a")

@@ -247,19 +247,22 @@ def refuse_file(path: str) -> None:
     Raises:
         CheckpointNotFound: naming what the file is, or the link.
     """
+    expected = "a run, the directory that holds the checkpoints"
     if not Path(path).exists():
-        for place in (Path(path), *Path(path).parents):
-            if place.is_symlink() and not place.exists():
-                raise CheckpointNotFound(
-                    path,
-                    expected="a run, the directory that holds the checkpoints",
-                    found=f"{place}, a link to {os.readlink(place)}, where nothing is",
-                    hint="Mount or make what it leads to; or give the path of the run itself",
-                )
+        if link := _link_to_nothing(Path(path)):
+            raise CheckpointNotFound(path, expected=expected, found=link[0], hint=link[1])
     elif not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
-        expected = "a run, the directory that holds the checkpoints"
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
+
+
+def _link_to_nothing(path: Path) -> tuple[str, str] | None:
+    """Describes the link that a path leads through to nothing: (what is there, what to do); None without one."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            found = f"{place}, a link to {os.readlink(place)}, where nothing is"
+            return found, "Mount or make what it leads to, or give another path"
+    return None
 
 
 def _as_it_is(url: str) -> str:
@@ -273,6 +276,8 @@ def describe_place(url: str) -> tuple[str, str]:
         if "://" in url:
             return "none", hint
         if not path.exists():
+            if link := _link_to_nothing(path):
+                return link
             near = next(parent for parent in path.parents if parent.exists())
             return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
         if not path.is_dir() and not path.is_file():
@@ -280,6 +285,8 @@ def describe_place(url: str) -> tuple[str, str]:
         steps = [name for name in os.listdir(path) if is_step_name(name)] if path.is_dir() else []
         if path.name.endswith(DCP_DATA):
             return "a data file of torch.distributed.checkpoint", f"Give its directory, {path.parent}"
+        if path.name.endswith(SAFETENSORS_INDEX):
+            return "an index of files of safetensors", f"Give its directory, {path.parent}"
         if not steps and path.is_dir():
             below = ", ".join(itertools.islice(_loadable_below(path, 3), 3))
             return f"a directory that {_held(path)}", f"Give one of those below it: {below}" if below else hint

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,8 @@ from ...errors import CheckpointError, StoreError, TreeckptError
 from .local_store import OBJECT_SCHEMES, LocalRun, LocalStore, is_url, local_path
 from .object_store import ObjectRun, ObjectStore
 from .store import RunStore, Store
+
+T = TypeVar("T")
 
 
 class _Scheme(msgspec.Struct, frozen=True):
@@ -52,11 +54,13 @@ def register(scheme: str, store: Callable[[str], Store], run: Callable[[str], Ru
         run: returns that of a run, for `Manager` and commands; without it, URLs of runs are refused.
 
     Raises:
-        TreeckptError: it is no scheme of a URL, or another one is registered for it.
+        TreeckptError: it is no scheme of a URL, or another one is registered for it, or no functions are given.
     """
     if not isinstance(scheme, str) or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme in ("file", "local"):
         expected = "a scheme, as mine of mine://path: lower case letters, digits and + . -"
         raise TreeckptError("scheme", expected=expected, found=f"{scheme!r:.80}")
+    if not callable(store) or not (run is None or callable(run)):
+        raise TreeckptError("scheme", expected="functions of a URL", found=f"{store!r:.80} and {run!r:.80}")
     known = _SCHEMES.get(scheme)
     if known is not None and not (is_same_function(known.store, store) and is_same_function(known.run, run)):
         raise TreeckptError("scheme", expected="one that is not registered", found=f"{scheme!r}, which is")
@@ -95,7 +99,7 @@ def open_store(path: str | os.PathLike[str] | Store) -> Store:
     """
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
-        return _scheme_of(text).store(text) if is_url(text) else LocalStore(local_path(text))
+        return _opened(text, _scheme_of(text).store, Store) if is_url(text) else LocalStore(local_path(text))
     if not isinstance(path, Store):
         raise CheckpointError(
             "path",
@@ -125,7 +129,20 @@ def open_run(run: str | os.PathLike[str] | RunStore, *, follow_links: bool | Non
         expected, scheme = "a scheme whose runs can be opened", text.partition("://")[0]
         hint = f"Give treeckpt.stores.register({scheme!r}, ...) a `run` too"
         raise StoreError(text, expected=expected, found="one registered for checkpoints alone", hint=hint)
-    return opener(text)
+    return _opened(text, opener, RunStore)
+
+
+def _opened(url: str, opener: Callable[[str], T], kind: type[T]) -> T:
+    """Returns what a registered function opens.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    opened = opener(url)
+    if not isinstance(opened, kind):
+        expected = f"a {kind.__name__} from the function that is registered for its scheme"
+        raise StoreError(url, expected=expected, found=f"a {type(opened).__qualname__}")
+    return opened
 
 
 def local_directory(path: Any) -> Path | None:
