@@ -513,6 +513,8 @@ def test_marks_are_saved_alike_in_every_namespace(tmp_path: Path, marked: dict[s
     tc.save(tmp_path / "b", marked, namespace="treeckpt")
     index, other = tc.inspect(tmp_path / "a"), tc.inspect(tmp_path / "b")
     assert index.structure == other.structure and set(index.by_path) == set(other.by_path)
-    for accessor in optree.tree_accessors(marked, namespace="treeckpt"):
+    leaves = optree.tree_leaves(marked, namespace="treeckpt")
+    for accessor, leaf in zip(optree.tree_accessors(marked, namespace="treeckpt"), leaves, strict=True):
+        assert accessor(marked) is leaf and repr(accessor)
         tc.load(tmp_path / "a", select=accessor)
     assert tc.load(tmp_path / "a", select=[("own", "value", "x")])["own"].value == {"x": 1}

@@ -111,10 +111,19 @@ MARKS: dict[type, NodeFunctions] = {}
 """The classes of this package that are nodes of optree in `NAMESPACE`."""
 
 
-def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
+def register_mark(
+    kind: type,
+    flatten: Callable[[Any], Any],
+    unflatten: Callable[[Any, Any], Any],
+    entry: type[optree.PyTreeEntry] = optree.GetAttrEntry,
+) -> None:
+    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it.
+
+    Args:
+        entry: the steps of accessors from an instance to its children.
+    """
     register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
-    register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+    register(kind, flatten, unflatten, path_entry_type=entry, namespace=NAMESPACE)
     MARKS[kind] = NodeFunctions(flatten, unflatten)
 
 
