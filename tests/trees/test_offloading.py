@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -294,6 +296,20 @@ def test_a_tensor_without_its_memory_is_named() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(tc.TreeError, match="w: expected a tensor with all its memory, 16 bytes"):
         tc.trees.offload({"w": freed})
+
+
+def test_copies_are_freed_as_soon_as_nobody_has_them() -> None:
+    note = torch.ones(3).as_subclass(Own)
+    note.scale = torch.ones(1)  # pyright: ignore[reportAttributeAccessIssue]
+    tree = {"w": torch.ones(2), "piece": tc.Sharded(torch.ones(2), (4,), 0), "own": note}
+    gc.disable()
+    try:
+        copied = tc.trees.offload(tree)
+        left = [weakref.ref(leaf) for leaf in (copied["w"], copied["piece"].local, copied["own"])]
+        del copied
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("act", [tc.trees.offload, tc.trees.gather, tc.trees.broadcast, tc.trees.empty_like])

@@ -326,6 +326,11 @@ def test_a_treespec_without_the_shape_of_a_piece_is_refused(tmp_path: Path, mark
     assert tc.load(tmp_path / "c", optree.tree_structure(marked))["w"].tolist() == [[1, 1]]
 
 
+def test_a_treespec_cannot_be_filled(saved: Path) -> None:
+    with pytest.raises(tc.MismatchError, match=r"tree: .* found an optree.PyTreeSpec, which has none. treeckpt.load "):
+        tc.load_into(saved, optree.tree_structure({"w": 1}))
+
+
 def test_a_run_is_restored_by_a_treespec(tmp_path: Path) -> None:
     manager = tc.Manager(tmp_path / "run", background=False)
     manager.save(1, tree())

@@ -35,6 +35,7 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import index_path
 from .._core.tree.tensor_parts import index_parts
 from .._io.comm.comm import default_comm, global_rank
+from .._io.public_calls import gc_paused
 from ..errors import TreeError
 from ._moving import ValueCopies, chosen_ranks, fill
 
@@ -75,7 +76,8 @@ def offload(
     rank = global_rank(comm)
     tree = state_tree(tree, rank=rank, namespace=namespace)
     job = _HostCopy(rank, pin=pin, share=share, type_check=type_check, namespace=namespace)
-    return job.copy(tree) if copies else job.describe(tree)
+    with gc_paused():
+        return job.copy(tree) if copies else job.describe(tree)
 
 
 def empty_like(
@@ -179,6 +181,7 @@ class _HostCopy:
         for one, new_arrays in sorted(news, key=lambda pair: not pair[1]):
             self._built(one, new_arrays)
         new = iter([self._values.memo[id(leaf)] for _, leaf in leaves])
+        self._taken.clear()  # it refers to this object, which would keep the copies until a collection of garbage
         return replace_leaves(tree, new, namespace=self._namespace, keep_shared=True)
 
     def describe(self, tree: Any) -> Any:
