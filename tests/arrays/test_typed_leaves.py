@@ -117,5 +117,5 @@ def test_a_plan_names_what_does_not_fit_together() -> None:
     with pytest.raises(tc.MismatchError, match="trees: expected a list of trees, one for each rank, found a list of 0"):
         tc.plan_writes([])
     not_a_list: Any = {"w": np.zeros(2)}
-    with pytest.raises(tc.MismatchError, match="trees: expected a list of trees, .* found a dict of 1"):
+    with pytest.raises(tc.MismatchError, match=r"trees: expected a list of trees, .* found a dict of 1"):
         tc.plan_writes(not_a_list)

@@ -397,6 +397,12 @@ def test_rules_take_paths_of_optree(saved: Path) -> None:
     assert rules.Concat(accessor, "x") == rules.Concat("w", "x") == rules.Concat(["w"], "x")
     parts = tc.load(saved, transforms=[rules.Split(accessor, ("left", "right"), axis=0), rules.Drop(("a", 0))])
     assert (parts["left"].tolist(), parts["right"].tolist()) == ([0, 1], [2, 3])
+    for one in (("opt", 0), "opt/0"):
+        assert torch.equal(tc.load(saved, rename={one: "new"})["new"], torch.ones(2))
+        moved = tc.load(saved, transforms=[rules.Rename(("w",), ("w", "old")), rules.Copy(one, "new")])
+        assert torch.equal(moved["new"], moved["opt"].mu)
+    exchanged = tc.load(saved, rename={"w": ("opt", 0), ("opt", 0): "w"})
+    assert (exchanged["opt"].mu.tolist(), exchanged["w"].tolist()) == ([0, 1, 2, 3], [1, 1])
     with pytest.raises(tc.MismatchError, match="Rename"):
         rules.Rename(("a", object()), "b")
 
@@ -407,6 +413,8 @@ def test_the_rows_of_a_table_are_chosen_by_a_path_of_optree(tmp_path: Path) -> N
     accessor = optree.tree_accessors({"emb": [0]})[0]
     assert tc.load(tmp_path / "c", ids={accessor: [2]})["emb"][0].ids.tolist() == [2]
     assert tc.load(tmp_path / "c", ids={("emb", 0): [3]})["emb"][0].ids.tolist() == [3]
+    tc.save(tmp_path / "named", Moments(1, table))
+    assert tc.load(tmp_path / "named", ids={(1,): [3]}).nu.ids.tolist() == [3]
 
 
 def test_training_state_is_restored_by_a_path_of_optree(tmp_path: Path) -> None:
