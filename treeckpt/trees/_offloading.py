@@ -460,7 +460,7 @@ class _Place(msgspec.Struct, frozen=True):
         else:
             import torch
 
-            memory = torch.empty(self.nbytes, dtype=torch.uint8) if memory is None else memory
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu") if memory is None else memory
             if tensor is None or tensor.is_cpu:
                 given = torch.from_numpy(self._bytes())
             else:
@@ -483,7 +483,7 @@ class _Place(msgspec.Struct, frozen=True):
         import torch
 
         start = (memory.storage_offset() + offset) // array.dtype.itemsize
-        plain = torch.empty(0, dtype=array.dtype)
+        plain = torch.empty(0, dtype=array.dtype, device="cpu")
         plain = plain.set_(memory.untyped_storage(), start, array.shape, array.stride())
         return _with_bits(plain, conj=array.is_conj(), neg=array.is_neg())
 
@@ -573,7 +573,7 @@ def _copy(array: Any, part: Any, *, filled: bool) -> Any:
     if array.is_meta:
         return torch.empty_strided(array.shape, strides, dtype=array.dtype, device="meta")
     if part is None:
-        new = torch.empty_strided(array.shape, strides, dtype=array.dtype)
+        new = torch.empty_strided(array.shape, strides, dtype=array.dtype, device="cpu")
     else:
         new = part.view(array.dtype).as_strided(array.shape, strides)
     if filled:
@@ -601,8 +601,8 @@ def _block(nbytes: int, *, pin: bool, share: bool) -> Any:
 
     pin = pin and torch.cuda.is_available()
     if not share:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
-    block = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu").share_memory_()
     if pin and nbytes:
         from .._arrays.torch import pin as pin_memory
 
