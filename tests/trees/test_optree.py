@@ -53,6 +53,10 @@ class NamedTorchPair(Pair):
     """A node that torch knows, with the names of its children."""
 
 
+class OddlyNamedTorchPair(Pair):
+    """A node that torch knows, with names of a class of its own."""
+
+
 class TorchConstant:
     """A value that torch keeps in the structures of trees."""
 
@@ -86,6 +90,13 @@ torch_pytree.register_pytree_node(
         [(torch_pytree.GetAttrKey("first"), p.first), (torch_pytree.GetAttrKey("second"), p.second)],
         None,
     ),
+)
+torch_pytree.register_pytree_node(
+    OddlyNamedTorchPair,
+    lambda p: ([p.first, p.second], None),
+    lambda children, _: OddlyNamedTorchPair(*children),
+    serialized_type_name="tests.OddlyNamedTorchPair",
+    flatten_with_keys_fn=lambda p: ([(object(), p.first), (object(), p.second)], None),
 )
 torch_pytree.register_constant(TorchConstant)
 
@@ -488,6 +499,8 @@ def test_nodes_of_torch_come_back(tmp_path: Path) -> None:
     saved["t"].first.zero_()
     tc.load_into(tmp_path / "c", saved)
     assert saved["t"].first.tolist() == [1, 1]
+    odd = round_trip(tmp_path / "d", OddlyNamedTorchPair(1, [2]))
+    assert type(odd) is OddlyNamedTorchPair and (odd.first, odd.second) == (1, [2])
     fx = torch.fx.immutable_collections.immutable_list([torch.ones(1), 2])
     assert type(round_trip(tmp_path / "d", fx)) is type(fx)
 

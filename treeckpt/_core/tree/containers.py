@@ -338,7 +338,12 @@ def _torch_entry(kind: type) -> NodeFunctions | None:
         if node.flatten_with_keys_fn is None:
             return node.flatten_fn(tree)
         pairs, context = node.flatten_with_keys_fn(tree)
-        steps = [next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)) for key, _ in pairs]
+        names = ("key", "idx", "name")
+        # a key of a class of one's own may have none of these
+        steps = [
+            next((getattr(key, name) for name in names if hasattr(key, name)), number)
+            for number, (key, _) in enumerate(pairs)
+        ]
         return [child for _, child in pairs], context, steps
 
     return NodeFunctions(flattened, lambda context, children: node.unflatten_fn(list(children), context))
