@@ -69,14 +69,15 @@ class Scaled(torch.Tensor):
 
 
 def scaled(seed: int = 0, rows: int = 4, **options: Any) -> Scaled:
-    torch.manual_seed(seed)
+    own = torch.Generator().manual_seed(seed)  # ranks that are threads share the one of the process
     found = Options(Granularity(32), **options)
-    return Scaled(torch.randint(0, 200, (rows, 3), dtype=torch.uint8), torch.rand(rows), found)
+    codes = torch.randint(0, 200, (rows, 3), dtype=torch.uint8, generator=own)
+    return Scaled(codes, torch.rand(rows, generator=own), found)
 
 
 def nested(layout: torch.layout, seed: int = 0) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+    own = torch.Generator().manual_seed(seed)
+    return torch.nested.nested_tensor([torch.randn(n, 3, generator=own) for n in (2, 4)], layout=layout)
 
 
 def members(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -74,6 +74,14 @@ def test_another_number_of_leaves_is_refused(given: str, named: str) -> None:
         tc.tree_unflatten(structure, given)
 
 
+def test_a_structure_of_another_kind_is_refused() -> None:
+    tree = {"a": 1}
+    for other in (optree.tree_structure(tree), tc.tree_flatten(tree), tree, [1]):
+        wrong: Any = other
+        with pytest.raises(tc.MismatchError, match="structure: expected a structure of tree_flatten, found a "):
+            tc.tree_unflatten(wrong, [1])
+
+
 def state_of(rank: int) -> dict[str, Any]:
     return {
         "replicated": np.zeros((64, 1 << 13)),  # large enough to be shared by three writers
@@ -106,5 +114,8 @@ def test_a_plan_names_what_does_not_fit_together() -> None:
         tc.plan_writes([{"w": tc.Sharded(np.zeros(2), (4,), 0)}, {}])
     with pytest.raises(tc.MismatchError, match="w: "):
         tc.plan_writes([{"w": np.zeros(2)}, {"w": np.zeros(3)}])
-    with pytest.raises(tc.MismatchError, match="trees: expected one for each rank, found none"):
+    with pytest.raises(tc.MismatchError, match="trees: expected a list of trees, one for each rank, found a list of 0"):
         tc.plan_writes([])
+    not_a_list: Any = {"w": np.zeros(2)}
+    with pytest.raises(tc.MismatchError, match=r"trees: expected a list of trees, .* found a dict of 1"):
+        tc.plan_writes(not_a_list)

@@ -274,6 +274,7 @@ def test_a_view_takes_no_more_than_its_elements() -> None:
     ("act", "words"),
     [
         (lambda: tc.trees.offload(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),
+        (lambda: tc.trees.offload(BASE, ranks="0"), r"ranks: expected a list of ranks, found '0'\. Pass ranks=\[0\]"),
         (lambda: tc.trees.offload(BASE, ranks=[1]), r"ranks: expected ranks of 0 to 0, found \[1\]"),
         (lambda: tc.trees.empty_like(BASE, device="meta", pin=True), 'device: expected "cpu", with pin= or share='),
         (lambda: tc.trees.gather(BASE, ranks=0), r"ranks: expected a list of ranks, found 0\. Pass ranks=\[0\]"),

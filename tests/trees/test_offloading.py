@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import io
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -294,6 +297,35 @@ def test_a_tensor_without_its_memory_is_named() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(tc.TreeError, match="w: expected a tensor with all its memory, 16 bytes"):
         tc.trees.offload({"w": freed})
+
+
+@pytest.mark.parametrize("memory", OFFLOADS)
+def test_copies_are_on_the_host_whatever_the_default_device_is(memory: str, tmp_path: Path) -> None:
+    w = torch.arange(12.0).view(3, 4)
+    tree = {"w": w, "view": w[1:, 1:], "apart": torch.ones(6)[::2], "coo": w.to_sparse(), "csr": w.to_sparse_csr()}
+    if memory != "plain":
+        del tree["coo"], tree["csr"]
+    with torch.device("meta"):
+        copied = tc.trees.offload(tree, **OFFLOADS[memory])
+        tc.save(tmp_path / "c", tree)
+        loaded = tc.load(tmp_path / "c")
+    for name, leaf in tree.items():
+        assert torch.equal(copied[name].to_dense(), leaf.to_dense())
+        assert torch.equal(loaded[name].to_dense(), leaf.to_dense())
+
+
+def test_copies_are_freed_as_soon_as_nobody_has_them() -> None:
+    note = torch.ones(3).as_subclass(Own)
+    note.scale = torch.ones(1)  # pyright: ignore[reportAttributeAccessIssue]
+    tree = {"w": torch.ones(2), "piece": tc.Sharded(torch.ones(2), (4,), 0), "own": note}
+    gc.disable()
+    try:
+        copied = tc.trees.offload(tree)
+        left = [weakref.ref(leaf) for leaf in (copied["w"], copied["piece"].local, copied["own"])]
+        del copied
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("act", [tc.trees.offload, tc.trees.gather, tc.trees.broadcast, tc.trees.empty_like])

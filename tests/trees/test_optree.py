@@ -53,6 +53,10 @@ class NamedTorchPair(Pair):
     """A node that torch knows, with the names of its children."""
 
 
+class OddlyNamedTorchPair(Pair):
+    """A node that torch knows, with names of a class of its own."""
+
+
 class TorchConstant:
     """A value that torch keeps in the structures of trees."""
 
@@ -86,6 +90,13 @@ torch_pytree.register_pytree_node(
         [(torch_pytree.GetAttrKey("first"), p.first), (torch_pytree.GetAttrKey("second"), p.second)],
         None,
     ),
+)
+torch_pytree.register_pytree_node(
+    OddlyNamedTorchPair,
+    lambda p: ([p.first, p.second], None),
+    lambda children, _: OddlyNamedTorchPair(*children),
+    serialized_type_name="tests.OddlyNamedTorchPair",
+    flatten_with_keys_fn=lambda p: ([(object(), p.first), (object(), p.second)], None),
 )
 torch_pytree.register_constant(TorchConstant)
 
@@ -326,6 +337,11 @@ def test_a_treespec_without_the_shape_of_a_piece_is_refused(tmp_path: Path, mark
     assert tc.load(tmp_path / "c", optree.tree_structure(marked))["w"].tolist() == [[1, 1]]
 
 
+def test_a_treespec_cannot_be_filled(saved: Path) -> None:
+    with pytest.raises(tc.MismatchError, match=r"tree: .* found an optree.PyTreeSpec, which has none. treeckpt.load "):
+        tc.load_into(saved, optree.tree_structure({"w": 1}))
+
+
 def test_a_run_is_restored_by_a_treespec(tmp_path: Path) -> None:
     manager = tc.Manager(tmp_path / "run", background=False)
     manager.save(1, tree())
@@ -392,6 +408,12 @@ def test_rules_take_paths_of_optree(saved: Path) -> None:
     assert rules.Concat(accessor, "x") == rules.Concat("w", "x") == rules.Concat(["w"], "x")
     parts = tc.load(saved, transforms=[rules.Split(accessor, ("left", "right"), axis=0), rules.Drop(("a", 0))])
     assert (parts["left"].tolist(), parts["right"].tolist()) == ([0, 1], [2, 3])
+    for one in (("opt", 0), "opt/0"):
+        assert torch.equal(tc.load(saved, rename={one: "new"})["new"], torch.ones(2))
+        moved = tc.load(saved, transforms=[rules.Rename(("w",), ("w", "old")), rules.Copy(one, "new")])
+        assert torch.equal(moved["new"], moved["opt"].mu)
+    exchanged = tc.load(saved, rename={"w": ("opt", 0), ("opt", 0): "w"})
+    assert (exchanged["opt"].mu.tolist(), exchanged["w"].tolist()) == ([0, 1, 2, 3], [1, 1])
     with pytest.raises(tc.MismatchError, match="Rename"):
         rules.Rename(("a", object()), "b")
 
@@ -402,6 +424,8 @@ def test_the_rows_of_a_table_are_chosen_by_a_path_of_optree(tmp_path: Path) -> N
     accessor = optree.tree_accessors({"emb": [0]})[0]
     assert tc.load(tmp_path / "c", ids={accessor: [2]})["emb"][0].ids.tolist() == [2]
     assert tc.load(tmp_path / "c", ids={("emb", 0): [3]})["emb"][0].ids.tolist() == [3]
+    tc.save(tmp_path / "named", Moments(1, table))
+    assert tc.load(tmp_path / "named", ids={(1,): [3]}).nu.ids.tolist() == [3]
 
 
 def test_training_state_is_restored_by_a_path_of_optree(tmp_path: Path) -> None:
@@ -475,6 +499,8 @@ def test_nodes_of_torch_come_back(tmp_path: Path) -> None:
     saved["t"].first.zero_()
     tc.load_into(tmp_path / "c", saved)
     assert saved["t"].first.tolist() == [1, 1]
+    odd = round_trip(tmp_path / "d", OddlyNamedTorchPair(1, [2]))
+    assert type(odd) is OddlyNamedTorchPair and (odd.first, odd.second) == (1, [2])
     fx = torch.fx.immutable_collections.immutable_list([torch.ones(1), 2])
     assert type(round_trip(tmp_path / "d", fx)) is type(fx)
 
@@ -513,6 +539,8 @@ def test_marks_are_saved_alike_in_every_namespace(tmp_path: Path, marked: dict[s
     tc.save(tmp_path / "b", marked, namespace="treeckpt")
     index, other = tc.inspect(tmp_path / "a"), tc.inspect(tmp_path / "b")
     assert index.structure == other.structure and set(index.by_path) == set(other.by_path)
-    for accessor in optree.tree_accessors(marked, namespace="treeckpt"):
+    leaves = optree.tree_leaves(marked, namespace="treeckpt")
+    for accessor, leaf in zip(optree.tree_accessors(marked, namespace="treeckpt"), leaves, strict=True):
+        assert accessor(marked) is leaf and repr(accessor)
         tc.load(tmp_path / "a", select=accessor)
     assert tc.load(tmp_path / "a", select=[("own", "value", "x")])["own"].value == {"x": 1}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import optree
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region, flat_regions
@@ -105,7 +106,17 @@ def _unflatten_pieces(auxiliary: Any, locals_: Any) -> object:
     return new_instance(Sharded, ("local", "global_shape", "offset"), (local, *others))
 
 
-register_mark(Sharded, _flatten_pieces, _unflatten_pieces)
+class _PieceEntry(optree.PyTreeEntry):
+    """The step of an accessor of optree to one of the pieces."""
+
+    def __call__(self, obj: Any) -> Any:
+        return obj.locals[self.entry]
+
+    def codify(self, node: str = "") -> str:
+        return f"{node}.locals[{self.entry}]"
+
+
+register_mark(Sharded, _flatten_pieces, _unflatten_pieces, _PieceEntry)
 
 
 def _listed(numbers: Any) -> Any:

@@ -292,11 +292,15 @@ def _of_layout(cls: str, parts: Mapping[str, Any], context: Any, shape: tuple[in
     values = parts["values"]
     if cls == _COO:
         coalesced = bool(context["is_coalesced"])
-        return torch.sparse_coo_tensor(parts["indices"], values, shape, is_coalesced=coalesced, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            parts["indices"], values, shape, device=values.device, is_coalesced=coalesced, check_invariants=True
+        )
     if cls in _COMPRESSED:
         layout, rows, columns = _COMPRESSED[cls]
         indices = parts[rows], parts[columns]
-        return torch.sparse_compressed_tensor(*indices, values, shape, layout=layout, check_invariants=True)
+        return torch.sparse_compressed_tensor(
+            *indices, values, shape, layout=layout, device=values.device, check_invariants=True
+        )
     if cls == _NESTED:
         sizes, strides, offsets = parts["sizes"], parts["strides"], parts["offsets"]
         # an integer could overflow; float64 is exact below 2**53

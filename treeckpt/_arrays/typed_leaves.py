@@ -6,7 +6,7 @@ which part of its array is here, `plan_writes` which rank writes which part, `tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -56,7 +56,7 @@ def tree_flatten(tree: Any, *, rank: int = 0, namespace: str = "") -> tuple[list
     The structure is plain data, as an index has it (`Index.structure`): two trees of the same containers and keys have
     equal ones, None is that of a leaf alone. Containers are those of a save: unlike optree, None is a leaf, dicts keep
     their order, and dataclasses need not be registered. An object with `state_dict` and `load_state_dict` stands for
-    what the first gives.
+    what the first gives, `FromRank` for its value.
 
     >>> leaves, structure = tc.tree_flatten({"b": [1, None], "a": np.zeros((2, 3))})
     >>> [(leaf.path, leaf.spec and leaf.spec.shape) for leaf in leaves]
@@ -93,9 +93,13 @@ def tree_unflatten(
             structures you trust.
 
     Raises:
-        MismatchError: another number of leaves; a class or function that is not in this program.
+        MismatchError: no structure; another number of leaves; a class or function that is not in this program.
         FormatError: a structure that no tree has.
     """
+    if not isinstance(structure, Structure):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = "Give the structure first, then the leaves; optree.tree_unflatten takes a PyTreeSpec"
+        found = f"a {type(structure).__qualname__}"  # pyright: ignore[reportUnreachable]
+        raise MismatchError("structure", expected="a structure of tree_flatten", found=found, hint=hint)
     given = [leaf.value if isinstance(leaf, TreeLeaf) else leaf for leaf in leaves]
     own = [path for path, ranks in paths_of(structure) if ranks is None or rank in decode_runs(ranks)]
     if len(given) != len(own):
@@ -132,8 +136,9 @@ def plan_writes(trees: Sequence[Any], *, namespace: str = "") -> list[dict[str, 
     Raises:
         TreeError, LayoutError, MismatchError: as `save`, but that values and replicas are not compared.
     """
-    if not trees:
-        raise MismatchError("trees", expected="one for each rank", found="none")
+    if not isinstance(trees, Sequence) or not trees:  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"a {type(trees).__qualname__} of {len(trees)}" if isinstance(trees, Sized) else f"{trees!r:.60}"
+        raise MismatchError("trees", expected="a list of trees, one for each rank", found=found)
     expanded = [state_tree(tree, rank=rank, namespace=namespace, world=len(trees)) for rank, tree in enumerate(trees)]
     described = (describe_tree(tree, rank=rank, namespace=namespace) for rank, tree in enumerate(expanded))
     classes = [RankClass(encode_runs([rank]), one.inventory) for rank, one in enumerate(described)]

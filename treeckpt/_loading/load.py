@@ -461,8 +461,8 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
     with read_errors_wrapped(checkpoint.url):
         with together(relay):
             job = Load(checkpoint, comm, options)
-            if options.ids is not None:
-                check_tables(job, options.ids)
+            if job.options.ids is not None:
+                check_tables(job, job.options.ids)
             matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
         # ranks that share reads plan the same ranges, so each has to know the shards' own blocks before
         job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))

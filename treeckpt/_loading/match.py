@@ -32,7 +32,7 @@ from .._core.format.records import (
 from .._core.sharding.dtypes import cast_hint, dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region, is_c_order
-from .._core.tree.keyed_table import chosen_ids
+from .._core.tree.keyed_table import ChosenIds, chosen_ids
 from .._core.tree.leaf_differences import SequenceReplacement, Strict, check_same, compare_leaves
 from .._core.tree.paths import as_path, check_used, compile_globs, path_text, with_field_names
 from .._core.tree.spec import ArraySpec
@@ -106,15 +106,15 @@ class LoadOptions(msgspec.Struct, frozen=True):
         return bool(self.joined or self.rows)
 
     def for_structure(self, structure: Structure) -> LoadOptions:
-        """Returns the options with the globs that paths of optree have become in a structure."""
-        if self.select is None and self.exclude is None and not self.below:
+        """Returns the options with the globs, and paths of tables, that those of optree have become in a structure."""
+        if self.select is None and self.exclude is None and not self.below and self.ids is None:
             return self
-        return msgspec.structs.replace(
-            self,
-            select=with_field_names(self.select, structure),
-            exclude=with_field_names(self.exclude, structure),
-            below=(with_field_names((self.below,), structure) or ("",))[0],
-        )
+        ours = with_field_names(structure)
+        select, exclude = (None if globs is None else tuple(map(ours, globs)) for globs in (self.select, self.exclude))
+        ids: ChosenIds | None = self.ids
+        if ids is not None:
+            ids = msgspec.structs.replace(ids, of_table={ours(path): own for path, own in ids.of_table.items()})
+        return msgspec.structs.replace(self, select=select, exclude=exclude, below=ours(self.below), ids=ids)
 
     def selects(self, path: str) -> bool:
         """Whether a path is wanted: `select` names it or a path above it, and `exclude` does not."""

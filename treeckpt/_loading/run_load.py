@@ -274,6 +274,13 @@ _BYTES = "nbytes", "read_nbytes", "unverified_nbytes"
 
 def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> LoadReport:
     """Fills a tree in place; see `treeckpt.load_into`."""
+    if type(tree) is PyTreeSpec:
+        raise MismatchError(
+            "tree",
+            expected="a tree with arrays to fill",
+            found="an optree.PyTreeSpec, which has none",
+            hint="treeckpt.load takes it as like",
+        )
     once = bool(options.read.once)
     return on_versions(
         path,

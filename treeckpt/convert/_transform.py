@@ -18,13 +18,14 @@ from .._arrays.registry import library_of
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
 from .._core.tree.flatten import flatten
+from .._core.tree.paths import with_field_names
 from .._core.tree.structure import DictNode, key_text, parse_path, paths_of
 from .._foreign.files import new_address
 from ..errors import MismatchError
 from ..rules._apply_rules import LeafState, TransformedLeaves, apply_rules
 from ..rules._assemble import PermutedWriter, constant_write, scales_of
 from ..rules._composed_array import ComposedArray, Constant, SourceBox, parts_in, saved
-from ..rules._rules import Rule, check_scaled
+from ..rules._rules import Rule, check_scaled, with_names
 from ..rules._view import empty_containers, rebuild_structure
 from ._contents import Contents, Finding, map_leaves, subtree, tree_of
 
@@ -51,7 +52,7 @@ def transform(contents: Contents, rules: Sequence[Rule]) -> Contents:
     empty = empty_containers(contents.structure)
     # an empty container comes after the leaf before it, and after all that rules build from that leaf
     items.update((path, LeafState(path, (before - 1, 1 << 60, i))) for i, (path, before) in enumerate(empty))
-    transformed = apply_rules(items, rules)
+    transformed = apply_rules(items, with_names(rules, with_field_names(contents.structure)))
     _check_no_target(transformed)
     names = [(path, item.of) for path, item in transformed.items.items()]
     structure = rebuild_structure(contents.structure, names, source_rank=0, rank=0)

@@ -10,7 +10,7 @@ reads only the bytes that it needs of their result.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -679,20 +679,26 @@ _NAMES = ("source", "target", "into", "sources", "names", "scales")
 
 def placed_below(rules: Iterable[Rule], prefix: str) -> tuple[Rule, ...]:
     """Returns the rules for leaves of which each has become `prefix/...`."""
+    return with_names(rules, lambda name: f"{prefix}/{name}" if name else prefix)
 
-    def placed(name: Any) -> Any:
+
+def with_names(rules: Iterable[Rule], change: Callable[[str], str]) -> tuple[Rule, ...]:
+    """Returns the rules with each of their patterns and names changed."""
+
+    def changed(name: Any) -> Any:
         if isinstance(name, str):
-            return f"{prefix}/{name}" if name else prefix
-        return tuple(map(placed, name)) if isinstance(name, tuple) else name
+            return change(name)
+        return tuple(map(changed, name)) if isinstance(name, tuple) else name
 
-    below: list[Rule] = []
+    new: list[Rule] = []
     for rule in rules:
         if isinstance(rule, Carried):
-            below.append(Carried(placed_below(rule.rules, prefix)))
+            fields: dict[str, Any] = {"rules": with_names(rule.rules, change)}
         else:
-            names = {name: placed(getattr(rule, name)) for name in _NAMES if name in rule.__struct_fields__}
-            below.append(msgspec.structs.replace(rule, **names))
-    return tuple(below)
+            fields = {name: changed(getattr(rule, name)) for name in _NAMES if name in rule.__struct_fields__}
+        is_same = all(getattr(rule, name) == value for name, value in fields.items())
+        new.append(rule if is_same else msgspec.structs.replace(rule, **fields))
+    return tuple(new)
 
 
 def label_of(rule: Rule) -> str:

@@ -19,6 +19,7 @@ import msgspec
 from .._core.format.records import AliasRecord, ArrayRecord, Index, Leaf, NoChunks, ValueRecord
 from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
 from .._core.tree.dict_attributes import DictAttributes, metadata_of, renamed_modules
+from .._core.tree.paths import with_field_names
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import (
     MAX_DEPTH,
@@ -47,7 +48,7 @@ from ..errors import MismatchError, TreeError
 from ._apply_rules import LeafState, TransformedLeaves, apply_rules, rule_history
 from ._composed_array import ComposedArray, SourceBox, constant, saved
 from ._patterns import compile_pattern
-from ._rules import Rule
+from ._rules import Rule, with_names
 
 
 class ComposedLeaf(Leaf, frozen=True, gc=False):
@@ -167,6 +168,7 @@ def view_of(index: Index, rules: Sequence[Rule], *, source_rank: int, rank: int,
     """
     if not rules:
         return View(index, index.by_path, source_rank=source_rank, rank=rank)
+    rules = with_names(rules, with_field_names(index.structure))
     own = {path: _own(leaves, source_rank) for path, leaves in index.by_path.items()}
     items: dict[str, LeafState] = {}
     for path, leaf in own.items():

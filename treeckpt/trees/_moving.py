@@ -56,8 +56,8 @@ def chosen_ranks(ranks: Sequence[int] | None, size: int) -> list[int]:
     Raises:
         TreeError, RankError: it is no list, or there is no such rank.
     """
-    if isinstance(ranks, int):
-        raise TreeError("ranks", expected="a list of ranks", found=f"{ranks}", hint=f"Pass ranks=[{ranks}]")
+    if isinstance(ranks, (int, str)):
+        raise TreeError("ranks", expected="a list of ranks", found=f"{ranks!r:.60}", hint=f"Pass ranks=[{ranks}]")
     chosen = sorted(set(range(size) if ranks is None else ranks))
     if not all(0 <= rank < size for rank in chosen):
         raise RankError(

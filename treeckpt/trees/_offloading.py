@@ -35,6 +35,7 @@ from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import index_path
 from .._core.tree.tensor_parts import index_parts
 from .._io.comm.comm import default_comm, global_rank
+from .._io.public_calls import gc_paused
 from ..errors import TreeError
 from ._moving import ValueCopies, chosen_ranks, fill
 
@@ -75,7 +76,8 @@ def offload(
     rank = global_rank(comm)
     tree = state_tree(tree, rank=rank, namespace=namespace)
     job = _HostCopy(rank, pin=pin, share=share, type_check=type_check, namespace=namespace)
-    return job.copy(tree) if copies else job.describe(tree)
+    with gc_paused():
+        return job.copy(tree) if copies else job.describe(tree)
 
 
 def empty_like(
@@ -179,6 +181,7 @@ class _HostCopy:
         for one, new_arrays in sorted(news, key=lambda pair: not pair[1]):
             self._built(one, new_arrays)
         new = iter([self._values.memo[id(leaf)] for _, leaf in leaves])
+        self._taken.clear()  # it refers to this object, which would keep the copies until a collection of garbage
         return replace_leaves(tree, new, namespace=self._namespace, keep_shared=True)
 
     def describe(self, tree: Any) -> Any:
@@ -457,7 +460,7 @@ class _Place(msgspec.Struct, frozen=True):
         else:
             import torch
 
-            memory = torch.empty(self.nbytes, dtype=torch.uint8) if memory is None else memory
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu") if memory is None else memory
             if tensor is None or tensor.is_cpu:
                 given = torch.from_numpy(self._bytes())
             else:
@@ -480,7 +483,7 @@ class _Place(msgspec.Struct, frozen=True):
         import torch
 
         start = (memory.storage_offset() + offset) // array.dtype.itemsize
-        plain = torch.empty(0, dtype=array.dtype)
+        plain = torch.empty(0, dtype=array.dtype, device="cpu")
         plain = plain.set_(memory.untyped_storage(), start, array.shape, array.stride())
         return _with_bits(plain, conj=array.is_conj(), neg=array.is_neg())
 
@@ -570,7 +573,7 @@ def _copy(array: Any, part: Any, *, filled: bool) -> Any:
     if array.is_meta:
         return torch.empty_strided(array.shape, strides, dtype=array.dtype, device="meta")
     if part is None:
-        new = torch.empty_strided(array.shape, strides, dtype=array.dtype)
+        new = torch.empty_strided(array.shape, strides, dtype=array.dtype, device="cpu")
     else:
         new = part.view(array.dtype).as_strided(array.shape, strides)
     if filled:
@@ -598,8 +601,8 @@ def _block(nbytes: int, *, pin: bool, share: bool) -> Any:
 
     pin = pin and torch.cuda.is_available()
     if not share:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
-    block = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu").share_memory_()
     if pin and nbytes:
         from .._arrays.torch import pin as pin_memory
 

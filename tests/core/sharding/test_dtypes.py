@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treeckpt._arrays.numpy import dtype_name
-from treeckpt._core.sharding.dtypes import dtype_of, normalize_dtype
+from treeckpt._core.sharding.dtypes import dtype_of, normalize_dtype, numpy_dtype
 from treeckpt.errors import FormatError, MismatchError
 
 WIDTHS = {
@@ -78,6 +78,14 @@ def test_unknown_names_are_refused(name):
 def test_torch_agrees_on_width(name):
     torch = pytest.importorskip("torch")
     assert getattr(torch, name).itemsize == dtype_of(name).itemsize
+
+
+@pytest.mark.parametrize("find", [dtype_of, numpy_dtype])
+def test_dtypes_are_looked_up_once(find):
+    find("float32")
+    before = find.cache_info().hits
+    find("float32")
+    assert find.cache_info().hits == before + 1
 
 
 @pytest.mark.parametrize("name", NUMBERS + OTHERS)

@@ -90,17 +90,17 @@ def dtype_of(name: str) -> DType:
     raise FormatError(name, expected="a dtype that treeckpt knows", found=f"dtype {name[:64]!r}")
 
 
-@lru_cache(maxsize=1024)
 def cast_hint(saved: str, wanted: str) -> str:
     """Returns what to do where another dtype was saved than is wanted."""
-    floating, complex_ = ("float", "bfloat", "complex"), saved.startswith("complex")
-    if saved.startswith(floating) and not wanted.startswith(floating):
+    fractions = ("float", "bfloat", "complex")
+    if saved.startswith(fractions) and not wanted.startswith(fractions):
         return "Pass cast=True to convert, which cuts fractions off"
-    if complex_ and not wanted.startswith("complex"):
+    if saved.startswith("complex") and not wanted.startswith("complex"):
         return "Pass cast=True to convert, which drops imaginary parts"
     return "Pass cast=True to convert"
 
 
+@lru_cache(maxsize=1024)
 def numpy_dtype(name: str, path: str = "dtype") -> np.dtype[Any]:
     """Returns the numpy dtype called `name`: numpy's own, or one of ml_dtypes, which is imported only for those.
 

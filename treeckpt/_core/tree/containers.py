@@ -111,10 +111,19 @@ MARKS: dict[type, NodeFunctions] = {}
 """The classes of this package that are nodes of optree in `NAMESPACE`."""
 
 
-def register_mark(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it."""
+def register_mark(
+    kind: type,
+    flatten: Callable[[Any], Any],
+    unflatten: Callable[[Any, Any], Any],
+    entry: type[optree.PyTreeEntry] = optree.GetAttrEntry,
+) -> None:
+    """Registers a class of this package with optree in `NAMESPACE`, where maps of optree pass through it.
+
+    Args:
+        entry: the steps of accessors from an instance to its children.
+    """
     register: Any = optree.register_pytree_node  # pyright: ignore[reportUnknownMemberType]
-    register(kind, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+    register(kind, flatten, unflatten, path_entry_type=entry, namespace=NAMESPACE)
     MARKS[kind] = NodeFunctions(flatten, unflatten)
 
 
@@ -329,7 +338,12 @@ def _torch_entry(kind: type) -> NodeFunctions | None:
         if node.flatten_with_keys_fn is None:
             return node.flatten_fn(tree)
         pairs, context = node.flatten_with_keys_fn(tree)
-        steps = [next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)) for key, _ in pairs]
+        names = ("key", "idx", "name")
+        # a key of a class of one's own may have none of these
+        steps = [
+            next((getattr(key, name) for name in names if hasattr(key, name)), number)
+            for number, (key, _) in enumerate(pairs)
+        ]
         return [child for _, child in pairs], context, steps
 
     return NodeFunctions(flattened, lambda context, children: node.unflatten_fn(list(children), context))

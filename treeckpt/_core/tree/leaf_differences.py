@@ -189,7 +189,7 @@ def some_of(what: str, paths: Sequence[str]) -> str:
     if not paths:
         return ""
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return f"{len(paths)} {what}: {', '.join(paths[:5])}{more}"
+    return f"{len(paths)} {what}: {', '.join(path or '<root>' for path in paths[:5])}{more}"
 
 
 # sequences of values ------------------------------------------------------------------------------------------------

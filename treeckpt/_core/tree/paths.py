@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from optree import NamedTupleEntry, PyTreeAccessor, PyTreeEntry, StructSequenceEntry
@@ -261,31 +261,33 @@ def globs_of(given: Selection, what: str = "select") -> tuple[str, ...] | None:
     return tuple([as_path(one, what) for one in several])
 
 
-def with_field_names(globs: tuple[str, ...] | None, structure: Structure) -> tuple[str, ...] | None:
-    """Returns globs with the steps of our paths in the place of those that optree's paths have.
+def with_field_names(structure: Structure) -> Callable[[str], str]:
+    """Returns a function that gives a glob the steps of our paths in the place of those that optree's paths have.
 
     A field of a namedtuple has its name in a path, and its number in optree; a `PerRank` has `~rank*`, and `value` in
     optree. Neither means anything else there. A glob with `*`, `?` or `[` stays as it is.
     """
-    foreign = [glob for glob in globs or () if _FOREIGN_STEP.search(glob) and not _WILD.search(glob)]
-    if globs is None or not foreign:
-        return globs
     kinds = (NamedTupleNode, StructSequenceNode, PerRankNode)
-    steps = {
-        path: {"value": "~rank*"}
-        if isinstance(node, PerRankNode)
-        else {str(number): key_text(field) for number, field in enumerate(node.fields)}
-        for node, path, _ in containers_of(structure)
-        if isinstance(node, kinds)
-    }
+
+    @cache
+    def steps() -> dict[str, dict[str, str]]:
+        return {
+            path: {"value": "~rank*"}
+            if isinstance(node, PerRankNode)
+            else {str(number): key_text(field) for number, field in enumerate(node.fields)}
+            for node, path, _ in containers_of(structure)
+            if isinstance(node, kinds)
+        }
 
     def ours(glob: str) -> str:
+        if not _FOREIGN_STEP.search(glob) or _WILD.search(glob):
+            return glob
         path = ""
         for step in glob.split("/"):
-            path = "/".join(filter(None, (path, steps.get(path, {}).get(step, step))))
+            path = "/".join(filter(None, (path, steps().get(path, {}).get(step, step))))
         return path
 
-    return tuple(ours(glob) if glob in foreign else glob for glob in globs)
+    return ours
 
 
 def as_path(given: Any, what: str) -> str:

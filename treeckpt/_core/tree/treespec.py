@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import optree
@@ -25,6 +25,8 @@ KIND = "optree.PyTreeSpec"
 
 class _Leaf:
     """Stands for each leaf of a `PyTreeSpec`."""
+
+    __treeckpt_leaf__: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return "*"

@@ -154,8 +154,11 @@ def _encode(value: object, path: str, extra: Callable[[object], TypedValue | Non
     )
 
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
 def _hint(value: object) -> str:
-    """Returns how to save a value of an unknown class: a mapping, a random generator, or something else."""
+    """Returns how to save a value of an unknown class: a mapping, a random generator, a function, or something else."""
     name = type(value).__name__
     if isinstance(value, Mapping):
         return (
@@ -165,6 +168,8 @@ def _hint(value: object) -> str:
         )
     if state := next((one for one in ("get_state", "getstate", "bit_generator") if hasattr(value, one)), None):
         return f"Save its state, from .{state}, in tc.PerRank(...) if each rank has its own"
+    if isinstance(value, _FUNCTIONS):
+        return "Save its name, and find it by that after the load; a registered container can keep one of a module"
     return "Convert it to one of these, or register its class with optree.register_pytree_node"
 
 
