@@ -272,3 +272,27 @@ def test_files_of_an_earlier_save_are_named(place: Path, caplog: pytest.LogCaptu
     shutil.copy(place / "model-000000-of-000006.safetensors", place / "model-000007-of-000008.safetensors")
     tc.load(place)
     assert "io_state_7.pt" in caplog.text and "model-000007" in caplog.text and "model.pt" not in caplog.text
+
+
+def test_its_own_files_are_no_files_beside_it(place: Path, tmp_path: Path) -> None:
+    """The names of blocks are no configs: beside what was converted they would name it a checkpoint of RecIS."""
+    (place / "config.json").write_text("{}")
+    (place / "notes.bin").write_bytes(b"x")
+    report = tc.convert.convert(place, tmp_path / "new")
+    assert [(note.path, note.found) for note in report.notes] == [("notes.bin", "a file beside those read")]
+    assert [one.name for one in tc.inspect(tmp_path / "new").sidecars] == ["config.json"]
+
+
+def test_it_is_compared_with_what_it_became(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tc.convert.convert(place, tmp_path / "new")
+    assert main(["diff", "--json", "--values", str(place), str(tmp_path / "new")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["values"] == [] and found["equal_by"] == "bytes" and found["also"] == []
+    assert main(["diff", "--values", str(tmp_path / "new"), str(place)]) == 0
+    assert "contents too, by their bytes" in capsys.readouterr().out
+    tree = tc.load(place)
+    tree["sparse"]["user"].slots["embedding"][3, 1] += 1
+    tc.save(tmp_path / "other", tree)
+    assert main(["diff", "--json", "--values", str(place), str(tmp_path / "other")]) == 0
+    [changed] = json.loads(capsys.readouterr().out)["values"]
+    assert changed["path"] == "sparse/user/slots/embedding" and changed["delta"]["changed"] == 1
