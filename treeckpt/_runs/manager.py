@@ -363,9 +363,7 @@ class Manager:
     def _save(
         self, step: CheckpointId, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
-        number = step
-        if isinstance(step, str):
-            number = self._from_rank0(f"save {step}", partial(self._claim, step), int | None)
+        number = self._claim(step) if isinstance(step, str) else step
         # before the save, so that no clean-up removes the step in between
         store, save = self.directory.new_folder(step), save_async_tree if self._background else save_tree
         pinned = pin and self._from_rank0(f"pin {id_text(step)}", partial(self.directory.put_pin, store), bool)
@@ -391,9 +389,13 @@ class Manager:
         return result
 
     def _claim(self, name: str) -> int | None:
-        """Refuses a name that something else has; returns how many steps were counted until now, if any were."""
-        self.directory.check_free(name)
-        return self.count or None
+        """Refuses a name that something else has; returns how many steps rank 0 has counted, if any."""
+
+        def claim() -> int | None:
+            self.directory.check_free(name)
+            return self.count or None
+
+        return self._from_rank0(f"save {name}", claim, int | None)
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""
