@@ -243,6 +243,28 @@ def _other_part(place: Path) -> None:
     (place / "tensorkey.json").write_text(json.dumps(changed))
 
 
+def _no_blocks(place: Path) -> None:
+    (place / "index").write_text('{"block_index":{},"file_index":{}}')
+
+
+def _other_modulus(place: Path) -> None:
+    keys = json.loads((place / "tensorkey.json").read_text())
+    changed = {name: held.replace("@65536", "@70000") if "@id^" in held else held for name, held in keys.items()}
+    (place / "tensorkey.json").write_text(json.dumps(changed))
+
+
+def _other_rows(place: Path) -> None:
+    for shard in place.glob("model-*.safetensors"):
+        data = shard.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        for name, block in header.items():
+            if name.startswith("emb.0.embedding/part_1") or name.startswith("emb.0@embedding/part_1"):
+                block["shape"] = [block["shape"][0], 2, 2]
+        text = json.dumps(header).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
 DAMAGES = {
     "no names of blocks": (_drop("tensorkey.json"), "tensorkey.json"),
     "no index": (_drop("index"), "the file index"),
@@ -252,6 +274,9 @@ DAMAGES = {
     "a reader is missing": (_drop("io_state_1.pt"), "none of shard 1"),
     "the number of readers is missing": (_drop("io_state_count"), "io_state_count"),
     "buckets are missing": (_other_part, "none with bucket 40000"),
+    "an index without blocks": (_no_blocks, "which tensorkey.json names"),
+    "another number of buckets": (_other_modulus, "0 to 21846 of 70000 by 3 shards, and buckets 0 to 21846 of 65536"),
+    "rows of another shape": (_other_rows, r"'embedding': float32\[2, 2\] in part 1, float32\[4\] in part 0"),
 }
 
 
