@@ -156,6 +156,13 @@ def test_rows_of_several_checkpoints_make_one_table(data: st.DataObject, sources
     assert {path for path, _, _ in taken} == {"emb"}
 
 
+def test_tables_with_other_buckets_are_joined_with_like_alone() -> None:
+    stores = [saved({"t": table([1, 2], 0.0, buckets=buckets)}) for buckets in (8, 16)]
+    with pytest.raises(tc.MismatchError, match=r"(?s)with 8 buckets of u64_mod.*with 16 buckets.*a tree to load into"):
+        tc.load(stores)
+    assert rows_of(tc.load(stores, {"t": target()})["t"]).keys() == {1, 2}
+
+
 def test_joined_rows_are_in_the_text_of_a_report(tmp_path: Path) -> None:
     """recis-saver, lines 438-448: a bank fills the same tables from one path after the other."""
     for name, ids, mark in (("a", [1, 2], 0.25), ("b", [2, 3], 0.5)):

@@ -95,10 +95,18 @@ def test_checkpoints_whose_names_are_no_steps_are_named_before_a_training_starts
 
 
 @pytest.mark.parametrize("below", ["", "team/job"])
-def test_a_run_that_is_a_link_to_nothing_is_an_error(tmp_path: Path, below: str) -> None:
+def test_a_run_that_is_a_link_to_nothing_is_an_error(
+    tmp_path: Path, below: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.symlink(tmp_path / "not mounted", tmp_path / "run")
     with pytest.raises(tc.CheckpointNotFound, match=r"a link to .*not mounted, where nothing is"):
         tc.Manager(tmp_path / "run" / below)
+    for read in (tc.load, tc.inspect):
+        with pytest.raises(tc.CheckpointNotFound, match=r"a link to .*not mounted, where nothing is"):
+            read(tmp_path / "run" / below)
+    for command in (["ls"], ["gc", "--keep-last", "1"]):
+        assert main([*command, str(tmp_path / "run" / below)]) == 2
+        assert "a link to" in capsys.readouterr().err
     (tmp_path / "not mounted").mkdir()
     assert tc.Manager(tmp_path / "run" / below).latest() is None
 

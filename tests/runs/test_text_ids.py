@@ -213,6 +213,17 @@ def test_a_training_resumes_from_a_text(tmp_path: Path) -> None:
     assert report is not None and report.path.endswith("tuned") and torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.parametrize("leads_to", ["best", "nothing"])
+def test_no_save_goes_through_a_link(tmp_path: Path, leads_to: str) -> None:
+    made = manager(tmp_path)
+    made.save("best", tree("best"))
+    (tmp_path / "alias").symlink_to(tmp_path / leads_to)
+    with pytest.raises(tc.CheckpointExists, match="alias: expected a directory, or nothing, found a link"):
+        made.save("alias", tree("other"))
+    assert made.restore(step="best")["text"] == "best" and made.names() == ["best"]
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_the_count_goes_on_from_a_text(tmp_path: Path) -> None:
     """A run that ends with a text is not trained anew from its first step."""
     made = manager(tmp_path, keep=None)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._io.storage.foreign_formats import describe_foreign, describe_place
+from .._io.storage.foreign_formats import describe_foreign, describe_place, link_to_nothing
 from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run
 from .._report.terminal import fail
@@ -81,7 +81,8 @@ def no_such_run(run: str) -> str:
     if not is_url(run):
         path = Path(local_path(run)).absolute()
         what, hint = describe_foreign(f"{path}") or describe_place(f"{path}")
-        return f"{run}: no such directory{f': it is {what}' * path.exists()}. {hint}"
+        said = path.exists() or link_to_nothing(path) is not None
+        return f"{run}: no such directory{f': it is {what}' * said}. {hint}"
     parent = run.rstrip("/").rpartition("/")[0]
     beside = open_run(parent).names() if parent.count("/") >= 2 else []
     names = ", ".join(beside[:SHOWN_NAMES]) + f" and {len(beside) - SHOWN_NAMES} more" * (len(beside) > SHOWN_NAMES)

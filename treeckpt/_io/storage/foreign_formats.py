@@ -255,19 +255,21 @@ def refuse_file(path: str) -> None:
     Raises:
         CheckpointNotFound: naming what the file is, or the link.
     """
-    if not Path(path).exists():
-        for place in (Path(path), *Path(path).parents):
-            if place.is_symlink() and not place.exists():
-                raise CheckpointNotFound(
-                    path,
-                    expected="a run, the directory that holds the checkpoints",
-                    found=f"{place}, a link to {os.readlink(place)}, where nothing is",
-                    hint="Mount or make what it leads to; or give the path of the run itself",
-                )
-    elif not Path(path).is_dir():
+    expected = "a run, the directory that holds the checkpoints"
+    if (link := link_to_nothing(Path(path))) is not None:
+        found, hint = link
+        raise CheckpointNotFound(path, expected=expected, found=found, hint=f"{hint}; or give the path of the run itself")
+    if Path(path).exists() and not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
-        expected = "a run, the directory that holds the checkpoints"
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
+
+
+def link_to_nothing(path: Path) -> tuple[str, str] | None:
+    """Describes the link, on the way to a local path, that leads nowhere: (what it is, what to do); None without one."""
+    for place in (path, *path.parents) if not path.exists() else ():
+        if place.is_symlink() and not place.exists():
+            return f"{place}, a link to {os.readlink(place)}, where nothing is", "Mount or make what it leads to"
+    return None
 
 
 def _as_it_is(url: str) -> str:
@@ -280,6 +282,8 @@ def describe_place(url: str) -> tuple[str, str]:
     try:
         if "://" in url:
             return "none", hint
+        if (link := link_to_nothing(path)) is not None:
+            return link
         if not path.exists():
             near = next(parent for parent in path.parents if parent.exists())
             return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
