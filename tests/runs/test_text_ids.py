@@ -170,6 +170,21 @@ def test_an_index_that_cannot_be_decoded_is_named_and_not_replaced(
     assert (tmp_path / "b/index.json").exists() and again.names() == ["c"]
 
 
+def test_an_index_of_something_else_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Many programs write an `index.json`: a run that has one in a directory beside its steps is begun all the same."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/index.json").write_text('{"pages": []}')
+    with caplog.at_level(logging.WARNING, "treeckpt"):
+        made = manager(tmp_path, keep=1)
+        model = torch.nn.Linear(2, 2)
+        assert made.latest() is None and made.resume(model, torch.optim.SGD(model.parameters())) is None
+        for text in ("a", "b"):
+            made.save(text, tree(text))
+    with pytest.raises(tc.CheckpointNotFound):
+        made.delete("site", force=True)
+    assert caplog.text == "" and made.names() == ["b"] and (tmp_path / "site/index.json").exists()
+
+
 def test_a_deletion_that_was_cut_short_is_ended(tmp_path: Path) -> None:
     made = manager(tmp_path, keep=1)
     made.save("a", tree("a"))
