@@ -259,7 +259,7 @@ def _other_rows(place: Path) -> None:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         for name, block in header.items():
-            if name.startswith("emb.0.embedding/part_1") or name.startswith("emb.0@embedding/part_1"):
+            if name.startswith(("emb.0.embedding/part_1", "emb.0@embedding/part_1")):
                 block["shape"] = [block["shape"][0], 2, 2]
         text = json.dumps(header).encode()
         shard.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])

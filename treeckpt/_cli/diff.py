@@ -56,7 +56,8 @@ def _diff(options: argparse.Namespace) -> int:
             "also": differences.also,
         }
         if values is not None:
-            compared |= {"values": [_json_of(change) for change in values], "equal_by": "recorded checksums" if summed else "bytes"}
+            compared["values"] = [_json_of(change) for change in values]
+            compared["equal_by"] = "recorded checksums" if summed else "bytes"
         print_json(compared)
         return 0
     rows = _diff_rows(differences) + [("content", v.path, "", _delta_text(v)) for v in values or ()]

@@ -643,10 +643,8 @@ class RowGivers:
         jobs: Sequence[Load] = self.jobs
         if alone is not None and all(job.checkpoint is not alone.checkpoint for job in jobs):
             jobs = [alone]
-        leaves: list[tuple[Load, Leaf]] = []
-        for job in jobs:
-            if (leaf := job.find(path) if job.selected(path) else None) is not None:
-                leaves.append((job, leaf))
+        found = ((job, job.find(path)) for job in jobs if job.selected(path))
+        leaves = [(job, leaf) for job, leaf in found if leaf is not None]
         ids = [(job, ids_to_join(job, leaf, path, job, leaf) or self._ids_leaf(job)) for job, leaf in leaves]
         joins, missing = self._joins(ids, spec, owned)
         parts = zip(leaves, joins, strict=True)

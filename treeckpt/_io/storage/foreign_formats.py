@@ -257,15 +257,15 @@ def refuse_file(path: str) -> None:
     """
     expected = "a run, the directory that holds the checkpoints"
     if (link := link_to_nothing(Path(path))) is not None:
-        found, hint = link
-        raise CheckpointNotFound(path, expected=expected, found=found, hint=f"{hint}; or give the path of the run itself")
+        found, hint = link[0], f"{link[1]}; or give the path of the run itself"
+        raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
     if Path(path).exists() and not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
 
 
 def link_to_nothing(path: Path) -> tuple[str, str] | None:
-    """Describes the link, on the way to a local path, that leads nowhere: (what it is, what to do); None without one."""
+    """Describes the link on the way to a local path that leads nowhere: (what it is, what to do); None without one."""
     for place in (path, *path.parents) if not path.exists() else ():
         if place.is_symlink() and not place.exists():
             return f"{place}, a link to {os.readlink(place)}, where nothing is", "Mount or make what it leads to"
