@@ -243,6 +243,28 @@ def _other_part(place: Path) -> None:
     (place / "tensorkey.json").write_text(json.dumps(changed))
 
 
+def _no_blocks(place: Path) -> None:
+    (place / "index").write_text('{"block_index":{},"file_index":{}}')
+
+
+def _other_modulus(place: Path) -> None:
+    keys = json.loads((place / "tensorkey.json").read_text())
+    changed = {name: held.replace("@65536", "@70000") if "@id^" in held else held for name, held in keys.items()}
+    (place / "tensorkey.json").write_text(json.dumps(changed))
+
+
+def _other_rows(place: Path) -> None:
+    for shard in place.glob("model-*.safetensors"):
+        data = shard.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        for name, block in header.items():
+            if name.startswith(("emb.0.embedding/part_1", "emb.0@embedding/part_1")):
+                block["shape"] = [block["shape"][0], 2, 2]
+        text = json.dumps(header).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
 DAMAGES = {
     "no names of blocks": (_drop("tensorkey.json"), "tensorkey.json"),
     "no index": (_drop("index"), "the file index"),
@@ -252,6 +274,9 @@ DAMAGES = {
     "a reader is missing": (_drop("io_state_1.pt"), "none of shard 1"),
     "the number of readers is missing": (_drop("io_state_count"), "io_state_count"),
     "buckets are missing": (_other_part, "none with bucket 40000"),
+    "an index without blocks": (_no_blocks, "which tensorkey.json names"),
+    "another number of buckets": (_other_modulus, "0 to 21846 of 70000 by 3 shards, and buckets 0 to 21846 of 65536"),
+    "rows of another shape": (_other_rows, r"'embedding': float32\[2, 2\] in part 1, float32\[4\] in part 0"),
 }
 
 
@@ -272,3 +297,27 @@ def test_files_of_an_earlier_save_are_named(place: Path, caplog: pytest.LogCaptu
     shutil.copy(place / "model-000000-of-000006.safetensors", place / "model-000007-of-000008.safetensors")
     tc.load(place)
     assert "io_state_7.pt" in caplog.text and "model-000007" in caplog.text and "model.pt" not in caplog.text
+
+
+def test_its_own_files_are_no_files_beside_it(place: Path, tmp_path: Path) -> None:
+    """The names of blocks are no configs: beside what was converted they would name it a checkpoint of RecIS."""
+    (place / "config.json").write_text("{}")
+    (place / "notes.bin").write_bytes(b"x")
+    report = tc.convert.convert(place, tmp_path / "new")
+    assert [(note.path, note.found) for note in report.notes] == [("notes.bin", "a file beside those read")]
+    assert [one.name for one in tc.inspect(tmp_path / "new").sidecars] == ["config.json"]
+
+
+def test_it_is_compared_with_what_it_became(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tc.convert.convert(place, tmp_path / "new")
+    assert main(["diff", "--json", "--values", str(place), str(tmp_path / "new")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["values"] == [] and found["equal_by"] == "bytes" and found["also"] == []
+    assert main(["diff", "--values", str(tmp_path / "new"), str(place)]) == 0
+    assert "contents too, by their bytes" in capsys.readouterr().out
+    tree = tc.load(place)
+    tree["sparse"]["user"].slots["embedding"][3, 1] += 1
+    tc.save(tmp_path / "other", tree)
+    assert main(["diff", "--json", "--values", str(place), str(tmp_path / "other")]) == 0
+    [changed] = json.loads(capsys.readouterr().out)["values"]
+    assert changed["path"] == "sparse/user/slots/embedding" and changed["delta"]["changed"] == 1

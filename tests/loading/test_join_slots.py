@@ -17,6 +17,7 @@ from tests.helpers.world import errors_of, on_ranks
 from treeckpt import rules as R
 from treeckpt._arrays.base import Box
 from treeckpt._arrays.table_columns import SelectedRowsWriter
+from treeckpt._loading import keyed_tables
 
 ODD = [-(1 << 63), (1 << 63) - 1, -1, 0, 1, 65_535, 65_536]
 Ids = st.sets(st.sampled_from(ODD) | st.integers(-20, 20), max_size=12)
@@ -154,6 +155,22 @@ def test_rows_of_several_checkpoints_make_one_table(data: st.DataObject, sources
         given_rows = sum(count for _, _, count in taken[number :: len(sources)])
         assert given_rows == sum(n == number for n in last.values())
     assert {path for path, _, _ in taken} == {"emb"}
+
+
+def test_slots_of_several_checkpoints_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores, calls = [saved({"t": table(ids, 0.0)}) for ids in ([1, 2], [2, 3])], []
+    join = keyed_tables.join
+    monkeypatch.setattr(keyed_tables, "join", lambda *given: calls.append(1) or join(*given))
+    for like in (None, {"t": target()}):
+        calls.clear()
+        assert rows_of(tc.load(stores, like)["t"]).keys() == {1, 2, 3} and len(calls) == 1
+
+
+def test_tables_with_other_buckets_are_joined_with_like_alone() -> None:
+    stores = [saved({"t": table([1, 2], 0.0, buckets=buckets)}) for buckets in (8, 16)]
+    with pytest.raises(tc.MismatchError, match=r"(?s)with 8 buckets of u64_mod.*with 16 buckets.*a tree to load into"):
+        tc.load(stores)
+    assert rows_of(tc.load(stores, {"t": target()})["t"]).keys() == {1, 2}
 
 
 def test_joined_rows_are_in_the_text_of_a_report(tmp_path: Path) -> None:

@@ -161,10 +161,13 @@ def test_a_run_that_is_a_link_to_nothing_is_an_error(
     os.symlink(tmp_path / "not mounted", tmp_path / "run")
     with pytest.raises(tc.CheckpointNotFound, match=r"a link to .*not mounted, where nothing is"):
         tc.Manager(tmp_path / "run" / below)
-    with pytest.raises(tc.CheckpointNotFound, match=r"a link to .*not mounted, where nothing is"):
-        tc.load(tmp_path / "run" / below / "step_00000001")
-    assert main(["ls", str(tmp_path / "run" / below)]) == 2
-    assert "not mounted, where nothing is" in capsys.readouterr().err
+    for read in (tc.load, tc.inspect):
+        for path in (tmp_path / "run" / below, tmp_path / "run" / below / "step_00000001"):
+            with pytest.raises(tc.CheckpointNotFound, match=r"a link to .*not mounted, where nothing is"):
+                read(path)
+    for command in (["ls"], ["gc", "--keep-last", "1"]):
+        assert main([*command, str(tmp_path / "run" / below)]) == 2
+        assert "not mounted, where nothing is" in capsys.readouterr().err
     (tmp_path / "not mounted").mkdir()
     assert tc.Manager(tmp_path / "run" / below).latest() is None
 

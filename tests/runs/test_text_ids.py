@@ -83,7 +83,7 @@ def test_steps_and_texts_stand_beside_each_other(tmp_path: Path) -> None:
     assert manager(tmp_path).restore()["text"] == 30
     # a step below one that was saved is a step back, whatever texts lie between
     back = manager(tmp_path)
-    assert back.restore(step="before")["text"] == "before" and back.count == 0
+    assert back.restore(step="before")["text"] == "before" and back.count == 10
     back.save(15, tree(15))
     infos = {info.name: info.abandoned for info in RunDirectory(tmp_path).checkpoints()}
     assert infos == {
@@ -170,6 +170,21 @@ def test_an_index_that_cannot_be_decoded_is_named_and_not_replaced(
     assert (tmp_path / "b/index.json").exists() and again.names() == ["c"]
 
 
+def test_an_index_of_something_else_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Many programs write an `index.json`: a run that has one in a directory beside its steps is begun all the same."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/index.json").write_text('{"pages": []}')
+    with caplog.at_level(logging.WARNING, "treeckpt"):
+        made = manager(tmp_path, keep=1)
+        model = torch.nn.Linear(2, 2)
+        assert made.latest() is None and made.resume(model, torch.optim.SGD(model.parameters())) is None
+        for text in ("a", "b"):
+            made.save(text, tree(text))
+    with pytest.raises(tc.CheckpointNotFound):
+        made.delete("site", force=True)
+    assert caplog.text == "" and made.names() == ["b"] and (tmp_path / "site/index.json").exists()
+
+
 def test_a_deletion_that_was_cut_short_is_ended(tmp_path: Path) -> None:
     made = manager(tmp_path, keep=1)
     made.save("a", tree("a"))
@@ -211,6 +226,47 @@ def test_a_training_resumes_from_a_text(tmp_path: Path) -> None:
     fresh = manager(tmp_path)
     report = fresh.resume(other, torch.optim.AdamW(other.parameters()))
     assert report is not None and report.path.endswith("tuned") and torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("leads_to", ["best", "nothing"])
+def test_no_save_goes_through_a_link(tmp_path: Path, leads_to: str) -> None:
+    made = manager(tmp_path)
+    made.save("best", tree("best"))
+    (tmp_path / "alias").symlink_to(tmp_path / leads_to)
+    with pytest.raises(tc.CheckpointExists, match="alias: expected a directory, or nothing, found a link"):
+        made.save("alias", tree("other"))
+    assert made.restore(step="best")["text"] == "best" and made.names() == ["best"]
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_the_count_goes_on_from_a_text(tmp_path: Path) -> None:
+    """A run that ends with a text is not trained anew from its first step."""
+    made = manager(tmp_path, keep=None)
+    made.save("begun", tree("begun"))
+    made.save(500, tree(500))
+    made.count = 507
+    made.save("final", tree("final"))
+    resumed = manager(tmp_path, keep=None)
+    assert resumed.latest() == "final" and resumed.restore()["text"] == "final" and resumed.count == 507
+    resumed.count += 1
+    resumed.save(resumed.count, tree(508))
+    assert {info.name: info.abandoned for info in RunDirectory(tmp_path).checkpoints()} == {
+        "step_00000508": False, "final": False, "step_00000500": False, "begun": False,
+    }  # fmt: skip
+    fresh = manager(tmp_path, keep=None)
+    assert fresh.restore(step="begun")["text"] == "begun" and fresh.count == 0
+
+
+def test_the_list_says_which_text_a_step_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = manager(tmp_path, keep=None)
+    for step in (10, "tuned", 20):
+        made.save(step, tree(step))
+    assert main(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines[0].index("after")
+    assert {line.split()[0]: line[at:].split()[0] for line in lines[1:4]} == {
+        "step_00000020": "tuned", "tuned": "10", "step_00000010": "-",
+    }  # fmt: skip
 
 
 def test_commands_take_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

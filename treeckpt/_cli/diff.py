@@ -20,10 +20,11 @@ from .command import Commands, progress_of
 
 _VALUES = (
     "compare contents too: by the checksums recorded when they were saved, number by number where these "
-    "differ; whether bytes were damaged since says `treeckpt verify`"
+    "differ, or a checkpoint of another program has none; whether bytes were damaged since says `treeckpt verify`"
 )
 _NOT_COMPARED = "the contents of arrays are not compared without --values"
 _BY_CHECKSUMS = "contents too, by their recorded checksums; treeckpt verify compares these with the bytes"
+_BY_BYTES = "contents too, by their bytes: files of another program have no checksums of ours"
 
 
 def add_diff(commands: Commands) -> None:
@@ -43,7 +44,7 @@ def _diff(options: argparse.Namespace) -> int:
         opened(counted(open_store(options.second))) as b,
     ):
         differences = diff(a.index, b.index)
-        values = None
+        values, summed = None, a.has_checksums and b.has_checksums
         if options.values:
             # what the checksums do not show to be equal is read, of both
             counted.expect(lambda: 2 * sum(one.nbytes for one in value_changes(a, b, differences, exact=False)))
@@ -55,7 +56,8 @@ def _diff(options: argparse.Namespace) -> int:
             "also": differences.also,
         }
         if values is not None:
-            compared |= {"values": [_json_of(change) for change in values], "equal_by": "recorded checksums"}
+            compared["values"] = [_json_of(change) for change in values]
+            compared["equal_by"] = "recorded checksums" if summed else "bytes"
         print_json(compared)
         return 0
     rows = _diff_rows(differences) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
@@ -63,8 +65,9 @@ def _diff(options: argparse.Namespace) -> int:
     counts = Counter(row[0] for row in rows)
     changed = {change.path for change in differences.changes}
     alike = differences.same - sum(v.path not in changed for v in values or ())
+    how = _NOT_COMPARED if values is None else _BY_CHECKSUMS if summed else _BY_BYTES
     parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{count_text(alike, 'leaf', 'leaves')} alike"]
-    print_line(f"{', '.join(parts)} ({_NOT_COMPARED if values is None else _BY_CHECKSUMS})", "dim")
+    print_line(f"{', '.join(parts)} ({how})", "dim")
     if differences.also:
         print_line(f"beside the leaves these differ: {', '.join(differences.also)}", "yellow")
     return 0

@@ -28,7 +28,7 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import CheckpointInfo, with_verification
+from .._runs.catalog import CheckpointInfo, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.loadable_steps import loadable_text
@@ -134,7 +134,7 @@ def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[
 
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
-    now, steps = time.time_ns(), {info.save_id: info.step for info in found}
+    now, ids = time.time_ns(), {info.save_id: id_of(info) for info in found if info.save_id is not None}
     columns = {
         "name": [info.name for info in found],
         "status": ["run" if info.path in runs else info.status_text for info in found],
@@ -147,7 +147,7 @@ def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[s
         "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
     }
     more = {
-        "after": [_after_text(info, steps) for info in found],
+        "after": [_after_text(info, ids) for info in found],
         "verified": [_verified_text(info, now) for info in found],
         "pinned": ["yes" if info.pinned else "-" for info in found],
         "metrics": [_metrics_text(info) for info in found],
@@ -167,12 +167,12 @@ def _fitting(columns: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
     return columns
 
 
-def _after_text(info: CheckpointInfo, steps: Mapping[str | None, int | None]) -> str:
-    """Returns the step from which the training went on to a checkpoint."""
+def _after_text(info: CheckpointInfo, ids: Mapping[str, CheckpointId | None]) -> str:
+    """Returns the step, or the text in its place, from which the training went on to a checkpoint."""
     if info.lineage is None or not info.lineage.follows:
         return "-"
-    step = steps.get(info.lineage.follows)
-    return "not here" if step is None else f"{step}"
+    before = ids.get(info.lineage.follows)
+    return "not here" if before is None else f"{before}"
 
 
 def _verified_text(info: CheckpointInfo, now: int) -> str:

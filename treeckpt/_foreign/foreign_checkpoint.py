@@ -108,6 +108,8 @@ class ForeignCheckpoint(Checkpoint):
         alone: this process reads all that is read: checksums of what it reads as a whole are compared meanwhile.
     """
 
+    has_checksums = False
+
     def __init__(self, store: ForeignStore, *, alone: bool = False) -> None:
         super().__init__(store)
         self._files, self.kind, self.url = store, store.kind, store.label

@@ -55,6 +55,7 @@ _PART = re.compile(r".*/part_([0-9]{1,9})_([0-9]{1,9})", re.DOTALL)
 """The name of a block in a shard: which of how many saved it."""
 _MAX_BUCKETS = 1 << 20
 """Buckets of a table, at most: RecIS has 65,536 unless told otherwise, and each takes 8 bytes."""
+_TWO_SAVES = "Files of two saves may lie here"
 _DENSE = "^ "
 """How the name of a tensor of the sparse optimizer ends."""
 
@@ -81,6 +82,10 @@ class _TablePart(msgspec.Struct, frozen=True):
     @property
     def rows(self) -> int:
         return self.columns["id"].spec.shape[0]
+
+    @property
+    def range_text(self) -> str:
+        return f"buckets {self.begin} to {self.end} of {self.buckets} by {count_text(self.count, 'shard')}"
 
 
 class _SortedParts:
@@ -245,12 +250,16 @@ def _read_blocks(store: Store, sizes: dict[str, int]) -> _Blocks:
                 f"{store.url}/{file}",
                 expected="the blocks that the index names",
                 found=f"{wrong[0][:80]!r} in one of the two only",
-                hint="Files of two saves may lie here",
+                hint=_TWO_SAVES,
             )
         blocks |= found
     if lost := sorted(index.block_index.keys() - blocks.keys()):
         raise CorruptError(store.url, expected=f"a shard with the block {lost[0][:80]!r}", found="none in the index")
-    return _Blocks(blocks, _decode(store, RECIS_KEYS, dict[str, str]), frozenset(index.file_index))
+    keys: dict[str, str] = _decode(store, RECIS_KEYS, dict[str, str])
+    if lost := sorted(keys.keys() - blocks.keys()):
+        expected = f"the block {lost[0][:80]!r}, which {RECIS_KEYS} names"
+        raise CorruptError(store.url, expected=expected, found="none in the index", hint=_TWO_SAVES)
+    return _Blocks(blocks, keys, frozenset(index.file_index))
 
 
 def _unfinished(store: Store, expected: str, found: str) -> CorruptError:
@@ -271,13 +280,14 @@ def _read_parts(store: Store, blocks: _Blocks) -> dict[str, list[_TablePart]]:
         new = _TablePart(int(part[1]), int(part[2]), *(int(number) for number in held.groups()[2:]), columns={})
         known = tables.setdefault(held[1], {}).setdefault(new.number, new)
         if msgspec.structs.replace(known, columns={}) != new:
-            raise _mixed(store, held[1], f"blocks of one shard {new.number}", f"{known!r:.80} and {new!r:.80}")
+            expected, found = f"blocks of one range of shard {new.number}", f"{known.range_text}, and {new.range_text}"
+            raise _mixed(store, held[1], expected, found)
         known.columns[held[2]] = array
     return {table: [parts[number] for number in sorted(parts)] for table, parts in tables.items()}
 
 
 def _mixed(store: Store, table: str, expected: str, found: str) -> CorruptError:
-    hint = "Files of two saves may lie here, or some are missing"
+    hint = f"{_TWO_SAVES}, or some are missing"
     return CorruptError(f"table {table[:80]!r}: {store.url}", expected=expected, found=found, hint=hint)
 
 
@@ -304,15 +314,23 @@ def _check_parts(store: Store, table: str, parts: Sequence[_TablePart]) -> None:
     if reached != first.buckets:
         raise wrong(f"parts that hold {first.buckets} buckets", f"none with bucket {reached}")
     for part in parts:
-        specs = {name: (array.spec.dtype, array.spec.shape[1:]) for name, array in part.columns.items()}
         ids = part.columns.get("id")
         if ids is None or ids.spec.dtype != "int64" or len(ids.spec.shape) != 1:
             raise wrong(f"ids of int64[N] in part {part.number}", "none" if ids is None else f"{ids.spec.shape}")
         uneven = [name for name, array in part.columns.items() if array.spec.shape[:1] != ids.spec.shape]
         if uneven:
             raise wrong(f"a row for each id in part {part.number}", f"{part.columns[uneven[0]].spec.shape}")
-        if specs != {name: (array.spec.dtype, array.spec.shape[1:]) for name, array in first.columns.items()}:
-            raise wrong("parts with the same slots", f"{[*specs]} in part {part.number}, {[*first.columns]} in part 0")
+        mine, others = _row_texts(part), _row_texts(first)
+        if unlike := sorted(name for name, _ in mine.items() ^ others.items()):
+            here, there = (rows.get(unlike[0], "none") for rows in (mine, others))
+            found = f"{unlike[0]!r}: {here} in part {part.number}, {there} in part 0"
+            raise wrong("parts with rows of the same slots", found)
+
+
+def _row_texts(part: _TablePart) -> dict[str, str]:
+    """Returns the dtype and shape of a row of each column, as text."""
+    specs = {name: array.spec for name, array in part.columns.items()}
+    return {name: f"{spec.dtype}[{', '.join(map(str, spec.shape[1:]))}]" for name, spec in specs.items()}
 
 
 def _columns(store: Store, table: str, parts: Sequence[_TablePart], spec: TableSpec) -> dict[str, Any]:

@@ -75,7 +75,9 @@ class ValueChange(msgspec.Struct, frozen=True):
 
 
 def verdict_of(a: Checkpoint, x: Leaf, b: Checkpoint, y: Leaf) -> ByteComparison:
-    """Returns the verdict of the checksums on two arrays of one shape and dtype."""
+    """Returns the verdict of the checksums on two arrays of one shape and dtype; "unknown" where one has none."""
+    if not (a.has_checksums and b.has_checksums):
+        return "unknown"
     return compare_checksums(a.index, x, b.index, y, (a.checksums, b.checksums))
 
 

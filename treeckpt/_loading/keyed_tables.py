@@ -615,6 +615,7 @@ class RowGivers:
         self.jobs, self._path = jobs, path
         self._known: dict[tuple[int, int, TableSpec, tuple[int, int]], _KnownIds] = {}
         self._united: dict[tuple[TableSpec, tuple[int, int]], np.ndarray] = {}
+        self._joined: dict[tuple[Any, TableSpec, tuple[int, int]], tuple[list[Join], np.ndarray]] = {}
         self.taken = [0] * len(jobs)
         """How many rows of the table each checkpoint gives."""
 
@@ -642,27 +643,41 @@ class RowGivers:
         jobs: Sequence[Load] = self.jobs
         if alone is not None and all(job.checkpoint is not alone.checkpoint for job in jobs):
             jobs = [alone]
-        leaves: list[tuple[Load, Leaf, _KnownIds]] = []
-        for job in jobs:
-            if (leaf := job.find(path) if job.selected(path) else None) is not None:
-                own = ids_to_join(job, leaf, path, job, leaf) or self._ids_leaf(job)
-                leaves.append((job, leaf, self._of(job, own, spec, owned)))
-        every = np.concatenate([known.ids for _, _, known in leaves])
+        found = ((job, job.find(path)) for job in jobs if job.selected(path))
+        leaves = [(job, leaf) for job, leaf in found if leaf is not None]
+        ids = [(job, ids_to_join(job, leaf, path, job, leaf) or self._ids_leaf(job)) for job, leaf in leaves]
+        joins, missing = self._joins(ids, spec, owned)
+        parts = zip(leaves, joins, strict=True)
+        return [GivenRows(job, leaf, own, _with_rows(wanted, leaf)) for (job, leaf), own in parts], missing
+
+    def _joins(
+        self, givers: Sequence[tuple[Load, Leaf]], spec: TableSpec, owned: tuple[int, int]
+    ) -> tuple[list[Join], np.ndarray]:
+        """Returns which rows of each giver go where in the table, and its ids of which none has a row.
+
+        Args:
+            givers: each with the ids of its rows; slots with the same ones are joined once.
+        """
+        key = tuple((id(job), ids.number) for job, ids in givers), spec, owned
+        if (found := self._joined.get(key)) is not None:
+            return found
+        parts = [self._of(job, ids, spec, owned) for job, ids in givers]
+        every = np.concatenate([known.ids for known in parts])
         order = _last_rows(every, spec)
         joined = join(self.ids(spec, owned), every[order], Rows(spec, len(order), 0, len(order)))
         numbers, places = order[joined.rows], joined.places
         assert places is not None, "rows that are found have places"
-        given: list[GivenRows] = []
+        joins: list[Join] = []
         before = 0
-        for job, leaf, known in leaves:
+        for known in parts:
             inside = (numbers >= before) & (numbers < before + len(known.ids))
             local = numbers[inside] - before
             saved = local + known.rows.start if known.rows.picked is None else known.rows.picked[local]
             turn = np.argsort(saved)
-            own = Join(saved[turn], places[inside][turn])
-            given.append(GivenRows(job, leaf, own, _with_rows(wanted, leaf)))
+            joins.append(Join(saved[turn], places[inside][turn]))
             before += len(known.ids)
-        return given, np.asarray(joined.missing)
+        self._joined[key] = joins, np.asarray(joined.missing)
+        return self._joined[key]
 
     def _ids_leaf(self, job: Load) -> Leaf:
         leaf = job.find(self._path)

@@ -337,13 +337,13 @@ def id_of(info: CheckpointInfo) -> CheckpointId | None:
     """Returns the step by which a run has a checkpoint, or the text in its place; None for one that is none of the run.
 
     A directory of another name belongs to the run where its index says that a manager gave it this name; where the
-    index cannot be decoded, as that is not known then; and where a deletion was cut short, of which a run has only
-    those of its checkpoints.
+    index cannot be decoded and shards are beside it, as that is not known then; and where a deletion was cut short, of
+    which a run has only those of its checkpoints.
     """
     if (step := step_of(info.name)) is not None:
         return step
     named = info.lineage is not None and info.lineage.name == info.name
-    unknown = info.status == "corrupt" and info.save_id is None
+    unknown = info.status == "corrupt" and info.save_id is None and bool(info.nbytes)
     return info.name if named or unknown or info.deleting else None
 
 
@@ -523,7 +523,8 @@ def checkpoints_without_step(run: RunStore) -> list[str]:
     It is asked of a run without any checkpoint of its own.
     """
     folders = (folder for folder in run.folders() if not is_step_name(folder.name))
-    return [folder.name for folder in folders if folder.entry(INDEX_NAME) is not None]
+    indexed = (folder for folder in folders if folder.entry(INDEX_NAME) is not None)
+    return [folder.name for folder in indexed if read_info(folder, timings=False, or_unread=True).save_id is not None]
 
 
 def read_infos(

@@ -113,10 +113,10 @@ class Manager:
     Args:
         run: a directory, or a URL (`s3://bucket/run`); checkpoints are its subdirectories `step_00000100`, or with
             fewer or more digits where others saved them. A text in the place of a step (`save("tuned", tree)`) is
-            the name of its directory: such checkpoints are in the order of their saves, and no policy counts their
-            steps. Nothing else in it is ever touched. On the private disks of several hosts each has the same steps,
-            with the shards of its ranks; then clean-ups after saves in the background begin with the next save, `wait`
-            or `close`.
+            the name of its directory: such checkpoints are in the order of their saves, record `count`, and no policy
+            counts their steps. Nothing else in it is ever touched. On the private disks of several hosts each has the
+            same steps, with the shards of its ranks; then clean-ups after saves in the background begin with the next
+            save, `wait` or `close`.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
@@ -366,8 +366,7 @@ class Manager:
     def _save(
         self, step: CheckpointId, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
-        if isinstance(step, str):
-            self._from_rank0(f"save {step}", partial(self.directory.check_free, step), type(None))
+        number = self._claim(step) if isinstance(step, str) else step
         # before the save, so that no clean-up removes the step in between
         store, save = self._place_of(step), save_async_tree if self._background else save_tree
         pinned = pin and self._from_rank0(f"pin {id_text(step)}", partial(self.directory.put_pin, store), bool)
@@ -376,7 +375,7 @@ class Manager:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
                 self.options,
-                step=None if isinstance(step, str) else step,
+                step=number,
                 custom_metadata=metadata,
                 files=files,
                 lineage=lineage,
@@ -409,6 +408,15 @@ class Manager:
         if step in names:
             self._from_rank0(f"look at step {step}", partial(refuse_link, store), type(None))
         return store
+
+    def _claim(self, name: str) -> int | None:
+        """Refuses a name that something else has; returns how many steps rank 0 has counted, if any."""
+
+        def claim() -> int | None:
+            self.directory.check_free(name)
+            return self.count or None
+
+        return self._from_rank0(f"save {name}", claim, int | None)
 
     def _undo_pin(self, folder: Store, pinned: bool) -> None:
         """Removes the pin of a save that has failed."""
@@ -515,7 +523,7 @@ class Manager:
                 found="none",
                 hint="Start anew where latest() is None",
             )
-        self._restored(restored.step)
+        self._restored(restored.count)
         return restored.result
 
     @takes_no_save
@@ -564,7 +572,7 @@ class Manager:
                 check_generators(options.get("loader"))
             self._loop.tree = partial(training_state, model, optimizer, options)
             return None
-        self._restored(restored.step)
+        self._restored(restored.count)
         report: RestoreReport = restored.result
         # Parts at the root for which no object was given: a last save from the objects here would lack them.
         unasked = [path for path in report.ignored if "/" not in path]
@@ -572,8 +580,8 @@ class Manager:
             self._loop.tree = partial(training_state, model, optimizer, options)
         return msgspec.structs.replace(report, passed_over=restored.passed_over)
 
-    def _restored(self, step: CheckpointId) -> None:
-        if not isinstance(step, str):
+    def _restored(self, step: int | None) -> None:
+        if step is not None:
             self.count = self._reached = step
         self.schedule.restart()
 

@@ -87,6 +87,8 @@ class _RestoreChoice(msgspec.Struct, array_like=True):
     """The corrupt checkpoints that are newer."""
     name: str = ""
     """The name of its directory."""
+    count: int | None = None
+    """The number of training steps that it records: of one with a text, those that were counted until its save."""
     apart: bool = False
     """Whether it may lie on the disks of several hosts, or its directory be missing on some."""
 
@@ -95,7 +97,8 @@ class Restored(msgspec.Struct, frozen=True):
     """The result of a restore."""
 
     result: Any
-    step: CheckpointId
+    count: int | None
+    """The number of training steps that it records."""
     passed_over: tuple[str, ...]
     """The newer checkpoints that could not be loaded, each with what is wrong."""
 
@@ -206,7 +209,7 @@ class Restorer:
                     return None
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
-                return Restored(result, choice.step, tuple(passed_over))
+                return Restored(result, choice.count, tuple(passed_over))
             # the sector may stay bad, and the training could not go on: the step before is taken, and a warning says so
             bad = [fault for fault in faults if fault.kind == "StoreError" and fault.errno == errno.EIO]
             kinds = {fault.kind if fault not in bad else "CheckpointError" for fault in faults}
@@ -239,8 +242,16 @@ class Restorer:
         if info is None:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
-        apart, chosen = self._selector.joined is not None, step_info(info).step
-        return _RestoreChoice(chosen, info.path, info.nbytes, step, tuple(passed_over), name=info.name, apart=apart)
+        return _RestoreChoice(
+            step=step_info(info).step,
+            path=info.path,
+            nbytes=info.nbytes,
+            requested=step,
+            passed_over=tuple(passed_over),
+            name=info.name,
+            count=info.step,
+            apart=self._selector.joined is not None,
+        )
 
     def _agreed_choice(
         self, step: CheckpointId | None, tried: set[CheckpointId], unread: Sequence[tuple[str, Exception | None]]

@@ -142,7 +142,12 @@ class RunDirectory:
         Raises:
             CheckpointExists: naming it.
         """
-        info = read_info(self.store.folder(name), cache=self._cache, timings=False)
+        folder = self.store.folder(name)
+        if folder.is_link:
+            expected, found = "a directory, or nothing", "a link, through which no save goes"
+            hint = "Save under another name, or remove the link; what it leads to stays as it is"
+            raise CheckpointExists(folder.place, expected=expected, found=found, hint=hint)
+        info = read_info(folder, cache=self._cache, timings=False)
         if info.status in ("complete", "corrupt") and (info.lineage is None or info.lineage.name != name):
             raise CheckpointExists(
                 info.path,

@@ -345,8 +345,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     if not isinstance(checkpoint, ForeignCheckpoint):
         return _read_native(checkpoint)
     read = checkpoint.contents
-    sidecars = [] if checkpoint.is_file else sidecar_names(checkpoint.sizes)
-    others = [name for name in checkpoint.sizes if name not in sidecars and not is_of_format(name) and name[0] != "."]
+    sidecars = [] if checkpoint.is_file else sidecar_names(checkpoint.sizes, checkpoint.kind)
+    known = {*sidecars, *(name for name in checkpoint.sizes if is_of_format(name, checkpoint.kind))}
+    others = [name for name in checkpoint.sizes if name not in known and name[0] != "."]
     refused = {leaf.path: leaf for leaf in read.refused}
     leaves = tuple((path, refused.pop(path)) if leaf is ... else (path, leaf) for path, leaf in read.leaves)
     return Contents(

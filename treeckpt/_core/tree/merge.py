@@ -17,6 +17,7 @@ from .structure import (
     OrderedDictNode,
     PerRankNode,
     Structure,
+    TableNode,
     TensorNode,
     key_text,
     keys_of,
@@ -134,6 +135,8 @@ def _node_name(node: Structure) -> str:
         return "a leaf"
     if isinstance(node, TensorNode):
         return f"a tensor of {node.cls}, shape {node.shape}, context {msgspec.json.encode(node.context).decode():.80}"
+    if isinstance(node, TableNode):
+        return f"a keyed table with {node.table.buckets} buckets of {node.table.function}"
     return f"{type(node).__struct_config__.tag} of {len(node.children)}"
 
 

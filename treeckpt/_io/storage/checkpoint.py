@@ -277,6 +277,9 @@ class Replaced(CheckpointError):
 class Checkpoint:
     """One version of a checkpoint; `index` is given where the caller has decoded it already."""
 
+    has_checksums = True
+    """Whether it has a checksum of each of its blocks; files of another program have none."""
+
     def __init__(self, store: Store, index: Index | None = None) -> None:
         self.store, self.url = store, store.url
         self._shards: dict[tuple[str, bool], OpenedShard] = {}

@@ -34,6 +34,8 @@ SAFETENSORS_INDEX = ".safetensors.index.json"
 RECIS_KEYS, RECIS_INDEX, RECIS_READERS, RECIS_LIST = "tensorkey.json", "index", "io_state_count", "checkpoint"
 """Files of RecIS: the names of blocks, which shard has each, how many readers there are; and beside the checkpoints of
 a run the list of their names."""
+_RECIS_WEIGHTS = "torch_rank_weights_embs_table_multi_shard.json"
+"""Describes the blocks of a checkpoint of RecIS once more."""
 RECIS_DENSE, RECIS_EXTRA = "model.pt", "extra.pt"
 RECIS_READER = re.compile(r"io_state_([0-9]{1,9})\.pt")
 RECIS_UNDER_WAY = re.compile(r"[0-9]+tensorkey\.json|ckpt-[0-9]{7,}(-[0-9]{7,})?\.(index|data|json)(\.tmp)?")
@@ -142,10 +144,10 @@ def other_formats(names: Iterable[str], kind: str) -> list[str]:
 
 
 def _is_part(name: str, kind: str) -> bool:
-    """Whether a file of another format's name is one of a checkpoint of this format."""
+    """Whether a file, which may have a name of another format, is one of a checkpoint of this format."""
     if kind == "recis":
-        parts = name in (RECIS_DENSE, RECIS_EXTRA), RECIS_READER.fullmatch(name), _RECIS_SHARD.fullmatch(name)
-        return any(parts)
+        own = name in (RECIS_DENSE, RECIS_EXTRA, RECIS_KEYS, RECIS_INDEX, RECIS_READERS, _RECIS_WEIGHTS)
+        return own or any(pattern.fullmatch(name) for pattern in (RECIS_READER, _RECIS_SHARD))
     return kind == "hfai" and HFAI_PART.fullmatch(name) is not None
 
 
@@ -153,21 +155,27 @@ SIDECAR_SUFFIXES = (".jinja", ".json", ".md", ".model", ".py", ".txt", ".yaml", 
 """The ends of the names of small files that belong to a checkpoint of another program: configs, tokenizers, code."""
 
 
-def sidecar_names(sizes: Mapping[str, int]) -> list[str]:
-    """Returns, of the files in a directory of another program, those that are its sidecar files."""
+def sidecar_names(sizes: Mapping[str, int], kind: str) -> list[str]:
+    """Returns, of the files in a directory of another program, those that are its sidecar files.
+
+    Args:
+        kind: the format of the directory.
+    """
     left, names = MAX_SIDECARS_NBYTES, []
     for name, nbytes in sorted(sizes.items()):
         small = nbytes <= min(left, MAX_SIDECAR_NBYTES) and len(names) < MAX_SIDECARS
-        if small and is_sidecar_name(name) and name.endswith(SIDECAR_SUFFIXES) and not name.endswith(SAFETENSORS_INDEX):
+        beside = is_sidecar_name(name) and name.endswith(SIDECAR_SUFFIXES) and not is_of_format(name, kind)
+        if small and beside:
             names.append(name)
             left -= nbytes
     return [name for name in names if name not in alike_names(names)]
 
 
-def is_of_format(name: str) -> bool:
-    """Returns whether a file has a name that one of the formats gives its files."""
+def is_of_format(name: str, kind: str) -> bool:
+    """Returns whether a file in a directory of this format has a name that this or another format gives its files."""
     metadata = name == DCP_METADATA or PADDLE_METADATA.fullmatch(name) is not None
-    return metadata or name.endswith((DCP_DATA, ".safetensors", SAFETENSORS_INDEX, *TORCH_SUFFIXES))
+    ends = DCP_DATA, ".safetensors", SAFETENSORS_INDEX, *TORCH_SUFFIXES
+    return metadata or name.endswith(ends) or _is_part(name, kind)
 
 
 def names_text(names: Iterable[str]) -> str:
@@ -248,20 +256,19 @@ def refuse_file(path: str) -> None:
         CheckpointNotFound: naming what the file is, or the link.
     """
     expected = "a run, the directory that holds the checkpoints"
-    if not Path(path).exists():
-        if link := _link_to_nothing(Path(path)):
-            raise CheckpointNotFound(path, expected=expected, found=link[0], hint=link[1])
-    elif not Path(path).is_dir():
+    if (link := link_to_nothing(Path(path))) is not None:
+        found, hint = link[0], f"{link[1]}; or give the path of the run itself"
+        raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
+    if Path(path).exists() and not Path(path).is_dir():
         found, hint = describe_foreign(path) or describe_place(path)
         raise CheckpointNotFound(path, expected=expected, found=found, hint=hint)
 
 
-def _link_to_nothing(path: Path) -> tuple[str, str] | None:
-    """Describes the link that a path leads through to nothing: (what is there, what to do); None without one."""
-    for place in (path, *path.parents):
+def link_to_nothing(path: Path) -> tuple[str, str] | None:
+    """Describes the link on the way to a local path that leads nowhere: (what it is, what to do); None without one."""
+    for place in (path, *path.parents) if not path.exists() else ():
         if place.is_symlink() and not place.exists():
-            found = f"{place}, a link to {os.readlink(place)}, where nothing is"
-            return found, "Mount or make what it leads to, or give another path"
+            return f"{place}, a link to {os.readlink(place)}, where nothing is", "Mount or make what it leads to"
     return None
 
 
@@ -275,9 +282,9 @@ def describe_place(url: str) -> tuple[str, str]:
     try:
         if "://" in url:
             return "none", hint
+        if (link := link_to_nothing(path)) is not None:
+            return link
         if not path.exists():
-            if link := _link_to_nothing(path):
-                return link
             near = next(parent for parent in path.parents if parent.exists())
             return "nothing at this path", f"{hint}: {_meant(path, near)}{near} {_held(near)}"
         if not path.is_dir() and not path.is_file():
