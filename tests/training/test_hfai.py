@@ -413,6 +413,18 @@ def test_objects_of_the_program_in_hfais_parts_are_named_and_left_out(tmp_path: 
     assert training.restore(tmp_path / "c", net(7), strict=True).ignored == ("run", "n")
 
 
+def test_what_is_left_out_is_no_state_dict(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer)
+    save(tmp_path / "c", model, optimizer, {"n": 1})
+    state = load(tmp_path / "c", exclude="optimizer")
+    assert state["optimizer"] is ... and state["n"] == 1 and same_tensors(state["model"], dict(model.state_dict()))
+    assert load(tmp_path / "c", exclude="model")["model"] is ...
+    with pytest.raises(tc.MismatchError, match="globs that leave state_dicts"):
+        load(tmp_path / "c", exclude="*")
+
+
 def test_optimizers_may_have_parameters_outside_of_the_models(tmp_path: Path) -> None:
     """hfai-dist_ckpt, lines 187-192. hfai loses their values, which are saved beside the models here."""
 

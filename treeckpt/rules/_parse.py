@@ -163,9 +163,8 @@ _AOA = ("aoa_statements", "aoa_config_reverse")
 def _aoa_statements(config: Mapping[str, Any], prefix: str) -> list[_Statement]:
     """Returns the statements of a configuration of Paddle, in the order in which they are applied."""
     texts, undone = config.get(_AOA[0]), config.get(_AOA[1], False)
-    unknown = [key for key in config if key not in _AOA]
-    known = isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts)
-    if unknown or not known or undone not in (None, True, False):
+    unknown, is_said = [key for key in config if key not in _AOA], undone in (None, True, False)
+    if unknown or not is_said or not isinstance(texts, (list, tuple)) or any(not isinstance(t, str) for t in texts):
         raise FormatError(
             "transforms",
             expected='a dict of Paddle, {"aoa_statements": ["a -> b", ...]}, perhaps with "aoa_config_reverse": True',

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from .. import _api
 from .._core.tree.containers import FromRank, PerRank
 from .._core.tree.dict_attributes import METADATA, copy_attributes
+from .._core.tree.flatten import flatten
 from .._io.comm.comm import as_comm
 from .._io.public_calls import check_options
 from .._loading.options import Device, Fallback, ReadOptions
@@ -157,7 +158,7 @@ def load(
         allow_pickle: unpickles others that `save` stored as pickles. This can run any code: only for files you trust.
             Objects in hfai's files are never made; an error names them.
         options: further arguments of `training.restore` where a model is given: strict, cast, ...; without one
-            `exclude`, as for `treeckpt.load`, for what cannot be read.
+            `exclude`, as for `treeckpt.load`, for what cannot be read: `...` is in its place.
 
     Raises:
         MismatchError: a ValueError: models or optimizers differ from the saved ones, or a wrong argument.
@@ -342,10 +343,14 @@ def _as_state_dicts(fname: Any, tree: Any) -> dict[str, Any]:
     if _STATE_DICTS not in tree:
         return {**tree, "model": list(map(_plain, several)) if listed else _plain(models)}
     names = tree[_STATE_DICTS]
+    if any(leaf is ... for _, leaf in flatten(names)[1]):
+        raise MismatchError("exclude", expected=f"globs that leave {_STATE_DICTS}", found="one that does not")
     several = {name: _plain(models[name]) for name in sorted(models.keys() - {_OUTSIDE}, key=int)}
     several = {name: _with_wrappers(own, names["wrapped"].get(name, {})) for name, own in several.items()}
-    state_dicts: dict[str, Any] = {"model": _unwrapped(several)}
-    if "optimizer" in tree:
+    state_dicts: dict[str, Any] = {"model": ... if _is_left_out(tree["model"]) else _unwrapped(several)}
+    if "optimizer" in tree and _is_left_out(tree["optimizer"]):
+        state_dicts["optimizer"] = ...
+    elif "optimizer" in tree:
         order = names["order"]
         several = {
             name: _numbered(tree["optimizer"][name], tree["param_groups"][name], order[name], names[_NAMES].get(name))
@@ -353,6 +358,12 @@ def _as_state_dicts(fname: Any, tree: Any) -> dict[str, Any]:
         }
         state_dicts["optimizer"] = _unwrapped(several)
     return {**state_dicts, **_values(tree.get("extra", {}))}
+
+
+def _is_left_out(tree: object) -> bool:
+    """Whether `exclude` has left out all leaves of a part."""
+    leaves = flatten(tree)[1]
+    return bool(leaves) and all(leaf is ... for _, leaf in leaves)
 
 
 def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
