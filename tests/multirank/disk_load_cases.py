@@ -157,6 +157,24 @@ def a_manager_resumes_from_both_disks(here: Rank) -> None:
 
 
 @case("loads")
+def a_manager_resumes_what_one_host_has_saved(here: Rank) -> None:
+    """A job of one host, that goes on with a second one: what it saved names no disks."""
+    for host in (0, 1):
+        run = here.directory / LOCAL / f"of host {host}"
+        model, optimizer = model_and_optimizer(1)
+        state = tc.training.state(model, optimizer)
+        alone(here, 2 * host, lambda state=state, run=run: tc.save(run / "step_00000003", state, comm="alone", step=3))
+        fresh, other = model_and_optimizer(2)
+        with tc.Manager(run, keep=None, background=False) as manager:
+            report = manager.resume(fresh, other)
+            assert report is not None and report.step == 3 and report.passed_over == ()
+            assert torch.equal(fresh.weight, model.weight)
+            with pytest.raises(tc.MismatchError, match="state saved by a world of 1"):
+                manager.restore()
+            assert torch.equal(manager.restore(step=3, select="model")["model"]["weight"], model.weight)
+
+
+@case("loads")
 def a_manager_resumes_from_the_newest_step_that_is_whole(here: Rank) -> None:
     """Each host in turn has lost its newest step, then its whole disk."""
     for host in (0, 1):

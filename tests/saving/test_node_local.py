@@ -178,3 +178,17 @@ def test_a_clean_up_waits_for_a_host_that_no_rank_is_on(tmp_path: Path, caplog: 
     index.write_bytes(data)
     assert errors_of(on_ranks(2, lambda comm: train_on(comm, 0))) == [None] * 2
     assert (step / INDEX_NAME).exists() and "completed, as another disk has the index" in caplog.text
+
+
+def test_a_disk_without_the_tree_is_told_where_its_index_is(tmp_path: Path) -> None:
+    assert errors_of(on_ranks(WORLD, lambda comm: save_on_both(tmp_path, comm))) == [None] * WORLD
+    first, second = checkpoint(tmp_path, 0), checkpoint(tmp_path, 1)
+    (second / INDEX_NAME).unlink()
+    with pytest.raises(tc.CorruptError, match=r"disks of several hosts, copy the index\.json of another one here"):
+        tc.rebuild_index(second)
+    (second / INDEX_NAME).write_bytes((first / INDEX_NAME).read_bytes())
+    assert tc.verify(second).ok
+
+
+def save_on_both(directory: Path, comm) -> None:
+    tc.save(HostStore(checkpoint(directory, host_of(comm.rank))), small_tree(comm.rank, WORLD), comm=comm)

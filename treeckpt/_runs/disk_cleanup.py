@@ -38,6 +38,8 @@ from .disks import joined_infos, seen_here
 from .run import RunDirectory
 
 _log = logging.getLogger("treeckpt")
+_SHARDS = 4
+"""Shards of a step that are looked at, to tell disks apart."""
 
 
 class RunView(msgspec.Struct, frozen=True):
@@ -47,6 +49,8 @@ class RunView(msgspec.Struct, frozen=True):
     infos: list[CheckpointInfo]
     uncommitted: dict[str, tuple[int, ...]]
     """Ranks of which there are shards that no index here names, by directory and save id, as "step_00000100/<id>"."""
+    marks: frozenset[int] = frozenset()
+    """Of the run and of files that no save changes. Leaders with one in common see one disk."""
 
 
 class RunDisks(msgspec.Struct, frozen=True, dict=True):
@@ -132,7 +136,38 @@ def _disk_digest(run: RunDirectory) -> bytes:
     return xxhash.xxh3_128_digest(repr(found).encode())
 
 
+def _disk_marks(run: RunDirectory) -> frozenset[int]:
+    """Returns digests that two ranks on one disk have in common while others write there, and ranks on two have not."""
+    path, this = run.store.traits.local_path, this_process()
+    assert path is not None, "a run elsewhere is on one disk"
+    found: list[object] = []
+    with contextlib.suppress(OSError):
+        place = path.stat()
+        if this.boot:  # the processes of one kernel number their disks alike
+            found.append((this.host, this.boot, place.st_dev, place.st_ino))
+    for step in _step_paths(run):
+        shards = sorted(filter(parse_shard_name, run.store.folder(step.name).sizes()))
+        for name in (INDEX_NAME, *shards[:_SHARDS]):
+            with contextlib.suppress(OSError):  # it is not there, or is being deleted
+                file = (step / name).stat()
+                # a copy of a whole disk may have the numbers and times of the files, but not when it made them
+                found.append((step.name, name, file.st_ino, file.st_mtime_ns, file.st_ctime_ns))
+    return frozenset(xxhash.xxh3_64_intdigest(repr(mark).encode()) for mark in found)
+
+
+def _one_of_each_disk(views: Mapping[int, RunView]) -> dict[int, RunView]:
+    """Returns the views of the lowest rank of each disk, without their marks."""
+    leaders: dict[int, RunView] = {}
+    seen = set[int]()
+    for rank, view in sorted(views.items()):
+        if seen.isdisjoint(view.marks):
+            leaders[rank] = msgspec.structs.replace(view, marks=frozenset())
+        seen |= view.marks
+    return leaders
+
+
 def _view(run: RunDirectory) -> RunView:
+    marks = _disk_marks(run)
     infos, uncommitted = seen_here(run), dict[str, list[int]]()
     committed = {(info.name, info.save_id) for info in infos if info.status in ("complete", "corrupt")}
     # an index that cannot be read may be that of any save, and one that was taken away may be put back
@@ -143,14 +178,13 @@ def _view(run: RunDirectory) -> RunView:
         for save_id, rank, *_ in filter(None, map(parse_shard_name, names)):
             if (path.name, save_id) not in committed and path.name not in illegible and save_id not in deleted:
                 uncommitted.setdefault(f"{path.name}/{save_id}", []).append(rank)
-    return RunView(this_process().host, infos, {key: tuple(ranks) for key, ranks in uncommitted.items()})
+    return RunView(this_process().host, infos, {key: tuple(ranks) for key, ranks in uncommitted.items()}, marks)
 
 
 def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
     """Returns the disks of a run, on every rank; None where all ranks see one.
 
-    Ranks that look while something is written there may take one disk for several: then several ranks act on it, as
-    processes may that know nothing of each other.
+    Ranks that look while something is written there may see one disk differently: files that stay say that it is one.
     """
     if comm.size == 1 or run.store.traits.local_path is None:
         return None
@@ -162,7 +196,9 @@ def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
         return Conclusion(tuple(first.values()), last=len(first) == 1)
 
     def joined(views: dict[int, bytes]) -> Conclusion[dict[int, RunView]]:
-        return Conclusion({rank: decode_msgpack(view, RunView) for rank, view in views.items() if view})
+        return Conclusion(
+            _one_of_each_disk({rank: decode_msgpack(view, RunView) for rank, view in views.items() if view})
+        )
 
     with Exchange(comm, f"{run.url} {call}: disks", call=call) as exchange:
         leaders = exchange.step(lambda: _disk_digest(run), choose_leaders, tuple[int, ...])
@@ -170,7 +206,7 @@ def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:
             return None
         mine = comm.rank in leaders
         views = exchange.step(lambda: msgspec.msgpack.encode(_view(run)) if mine else b"", joined, dict[int, RunView])
-    return RunDisks(comm.rank, views)
+    return RunDisks(comm.rank, views) if len(views) > 1 else None
 
 
 def on_each_disk(

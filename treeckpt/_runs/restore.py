@@ -36,7 +36,14 @@ from .._core.tree.containers import PerRank
 from .._core.tree.flatten import flatten
 from .._core.tree.paths import compile_globs, globs_of
 from .._core.tree.structure import empty_container_paths, key_text, keys_of
-from .._io.comm.collective import ending_together, from_rank0, gather_errors, interrupts_told, raise_faults
+from .._io.comm.collective import (
+    Fault,
+    ending_together,
+    from_rank0,
+    gather_errors,
+    interrupts_told,
+    raise_faults,
+)
 from .._io.comm.comm import Comm, other_world_error
 from .._io.storage.checkpoint import Checkpoint, KnownIndex
 from .._io.storage.foreign_formats import describe_foreign
@@ -112,6 +119,7 @@ def from_all_disks(
     *,
     call: str,
     on_disks: Callable[[RunDisks], object] = lambda disks: None,
+    at_once: bool = False,
 ) -> T:
     """Returns the result of `answer()` on rank 0, on every rank, as `from_rank0` does, by what all ranks see.
 
@@ -121,6 +129,7 @@ def from_all_disks(
     Args:
         selector: by which rank 0 answers.
         on_disks: called on every rank where they see several disks, before the answer.
+        at_once: whether the ranks know that another one does not see what rank 0 sees.
     """
     if comm.size == 1:
         return answer()
@@ -132,9 +141,10 @@ def from_all_disks(
         except OtherDisks:
             return False, None
 
-    is_known, result = from_rank0(comm, topic, by_one_disk, tuple[bool, kind | None], call=call)
-    if is_known:
-        return result  # pyright: ignore[reportReturnType]
+    if not at_once:
+        is_known, result = from_rank0(comm, topic, by_one_disk, tuple[bool, kind | None], call=call)
+        if is_known:
+            return result  # pyright: ignore[reportReturnType]
     disks = look_at_disks(comm, selector.directory, call)
     if disks is not None:
         on_disks(disks)
@@ -183,33 +193,29 @@ class Restorer:
         """
         tried, passed_over = set[CheckpointId](), list[str]()
         unread: list[tuple[str, Exception | None]] = []
+        on_all = False
         read: ReadOptions = options["read"]
         if fills and step is None and not options.get("strict", True) and read.verify is not False:
             # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
             options = {**options, "read": msgspec.structs.replace(read, verify="first")}
         while True:
             try:
-                choice = self._agreed_choice(step, tried, unread)
+                choice = self._agreed_choice(step, tried, unread, at_once=on_all)
             except TreeckptError as failed:
                 if tried and fills:
                     failed.add_hint(_PARTLY_FILLED)
                 raise
             passed_over += [text for text in choice.passed_over if text not in passed_over]
-            result, error = None, None
-            topic = f"{choice.path} restore"
-            with self._lease(choice):
-                if choice.step is not None:
-                    with interrupts_told(self._comm, topic):
-                        result, error = self._load(choice, choice.step, step, call, options, whole=whole)
-                elif choice.requested != step:
-                    error = self._different_steps(choice.requested, step)
-                faults = gather_errors(self._comm, topic, error)
+            result, error, faults = self._attempt(choice, step, call, options, whole=whole)
             if not faults:
                 if choice.step is None:
                     return None
                 if self._chosen is not None and (mark := mark_of(self._chosen)) is not None:
                     self._history.restored(mark)
                 return Restored(result, choice.count, tuple(passed_over))
+            if not on_all and not choice.apart and self._is_not_seen_by_all(faults):
+                on_all = True  # a job of fewer hosts has saved it
+                continue
             # the sector may stay bad, and the training could not go on: the step before is taken, and a warning says so
             bad = [fault for fault in faults if fault.kind == "StoreError" and fault.errno == errno.EIO]
             kinds = {fault.kind if fault not in bad else "CheckpointError" for fault in faults}
@@ -254,12 +260,18 @@ class Restorer:
         )
 
     def _agreed_choice(
-        self, step: CheckpointId | None, tried: set[CheckpointId], unread: Sequence[tuple[str, Exception | None]]
+        self,
+        step: CheckpointId | None,
+        tried: set[CheckpointId],
+        unread: Sequence[tuple[str, Exception | None]],
+        *,
+        at_once: bool,
     ) -> _RestoreChoice:
         """Returns the choice of rank 0 on every rank.
 
         Args:
             unread: the steps that could not be read, and why: where no other loads, the run is no empty one.
+            at_once: as for `from_all_disks`.
         """
         topic, choose = f"{self.directory.url} restore", partial(self._choose, step, tried)
         try:
@@ -271,6 +283,7 @@ class Restorer:
                 _RestoreChoice,
                 call="restore",
                 on_disks=self._complete_saves,
+                at_once=at_once,
             )
         except CheckpointNotFound:
             if not unread:
@@ -281,6 +294,30 @@ class Restorer:
                 found=f"none that loads; {count_text(len(unread), 'step')} could not be read, first {unread[0][0]}",
                 hint="They may be whole: do not start anew before the disk was looked at",
             ) from next((error for _, error in reversed(unread) if error is not None), None)
+
+    def _attempt(
+        self,
+        choice: _RestoreChoice,
+        step: CheckpointId | None,
+        call: RestoreCall,
+        options: Mapping[str, Any],
+        *,
+        whole: bool,
+    ) -> tuple[Any, Exception | None, tuple[Fault, ...]]:
+        """Loads what was chosen, on every rank; returns the result or the error of this one, and the faults of all."""
+        result, error, topic = None, None, f"{choice.path} restore"
+        with self._lease(choice):
+            if choice.step is not None:
+                with interrupts_told(self._comm, topic):
+                    result, error = self._load(choice, choice.step, step, call, options, whole=whole)
+            elif choice.requested != step:
+                error = self._different_steps(choice.requested, step)
+            return result, error, gather_errors(self._comm, topic, error)
+
+    def _is_not_seen_by_all(self, faults: Sequence[Fault]) -> bool:
+        """Whether some ranks do not see what was chosen, and others do."""
+        lacking = {fault.rank for fault in faults if fault.kind == "CheckpointNotFound"}
+        return self.directory.store.traits.local_path is not None and 0 < len(lacking) < self._comm.size
 
     def _lease(self, choice: _RestoreChoice) -> AbstractContextManager[object]:
         if choice.step is None or (self._comm.rank and not choice.apart):

@@ -159,7 +159,8 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             name,
             expected="the shard of rank 0, which carries the tree",
             found=f"{count_text(len(headers), 'shard')} without it",
-            hint="The index cannot be rebuilt",
+            hint="The index cannot be rebuilt from these. Where ranks have saved to the disks of several hosts, copy "
+            "the index.json of another one here",
         )
     index = _decode_body(manifest.encode(), name, manifest=True)
     if index.world > len(headers):
