@@ -276,7 +276,7 @@ def act_on_disks(
     step: CheckpointId,
     act: Callable[[], Any],
     *,
-    check: Callable[[], Any] | None,
+    check: Callable[[], Any] | None = None,
     busy: Callable[[], Collection[str]],
 ) -> bool:
     """Acts on each disk that has a step; returns False where all ranks see one disk, or no disk has it.

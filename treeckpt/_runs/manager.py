@@ -161,6 +161,7 @@ class Manager:
         self._before: Pending | None = None
         """The background save that was begun last; None once all ranks have cleaned up after it together."""
         self.retention = RetentionRunner(self.directory, self._policies, self._selector, self._pending, grace=grace)
+        self._on_each_disk = partial(act_on_disks, self._comm, self.directory, busy=self._pending.busy)
         self._other_names: dict[int, str] | None = None
         """The names of steps that are links, or that others named; None before the first save."""
         self._exit: int | None = None
@@ -440,12 +441,6 @@ class Manager:
     def _disks(self, call: str) -> RunDisks | None:
         """Returns the disks of the run, on every rank; None where all ranks see one."""
         return look_at_disks(self._comm, self.directory, call)
-
-    def _on_each_disk(
-        self, call: str, step: CheckpointId, act: Callable[[], Any], *, check: Callable[[], Any] | None = None
-    ) -> bool:
-        """Acts as `act_on_disks`."""
-        return act_on_disks(self._comm, self.directory, call, step, act, check=check, busy=self._pending.busy)
 
     @takes_no_save
     def wait(self, timeout: float | None = None) -> None:
