@@ -245,7 +245,9 @@ class Restorer:
             return _RestoreChoice(None, self.directory.url, None, step, ())
         self._known = self._selector.take_index(info)
         apart, chosen = self._selector.joined is not None, step_info(info).step
-        return _RestoreChoice(chosen, info.path, info.nbytes, step, tuple(passed_over), info.name, apart)
+        return _RestoreChoice(
+            chosen, info.path, info.nbytes, requested=step, passed_over=tuple(passed_over), name=info.name, apart=apart
+        )
 
     def _agreed_choice(
         self,
