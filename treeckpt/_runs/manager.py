@@ -73,7 +73,7 @@ from .options import (
     is_factory,
     named_metrics,
 )
-from .pending_saves import PendingSaves, RetentionRunner, SaveHistory
+from .pending_saves import PendingSaves, RetentionRunner
 from .restore import (
     OBJECTS,
     READERS,
@@ -86,7 +86,7 @@ from .restore import (
     restore_from,
 )
 from .run import CheckpointSelector, RunDirectory, refuse_link
-from .schedule import LoopState, SaveSchedule, is_of_workers, training_state
+from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
     from ..training._modules import Modules

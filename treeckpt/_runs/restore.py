@@ -63,9 +63,9 @@ from ..trees._per_rank_state import load_own
 from .catalog import CheckpointInfo, mark_of, step_info
 from .disk_cleanup import RunDisks, complete_saves, look_at_disks, on_each_disk
 from .disks import joined_infos, seen_here
-from .pending_saves import SaveHistory
 from .progress_bar import reading_bar
 from .run import CheckpointSelector, OtherDisks, RunDirectory
+from .schedule import SaveHistory
 
 if TYPE_CHECKING:  # it imports torch
     from ..training._user_state import TreeToFill

@@ -86,6 +86,7 @@ from ._sources import (
     check_source,
     children_of,
     descend,
+    holds_state_dicts,
     is_stored,
     leaves_below,
     missing_part,
@@ -227,15 +228,17 @@ def _restore(
         placed = place_under(given, under) if under else given
         check_source(placed)
         model = collect_entries(targets.model)
-        arrange = Arrangement(model, targets.optimizer, from_root=from_root)
-        arranged = placed
-        if isinstance(placed, Checkpoint):
+        arrange, arranged = None, placed
+        if isinstance(placed, Bank):
+            arrange = Arrangement(model, targets.optimizer, from_root=from_root)
+            arranged = arrange.bank(placed, options, under)
+        elif isinstance(placed, Checkpoint) and not _has_names_of(placed, model, targets, options):
+            arrange = Arrangement(model, targets.optimizer, from_root=from_root)
             arranged, rules = arrange.checkpoint(placed, options.rules)
             options = msgspec.structs.replace(options, rules=rules)
-        elif isinstance(placed, Bank):
-            arranged = arrange.bank(placed, options, under)
         source = open_source(arranged, comm, options)
-        source.ruled = arrange.ruled(*source.ruled)
+        if arrange is not None:
+            source.ruled = arrange.ruled(*source.ruled)
         job = _Restore(source, comm, targets, options, model, under)
         paths = [entry.path for entry in job.entries]
         check_globs(source, options, paths, with_extra="extra" in job.parts and not targets.fills_extra)
@@ -247,9 +250,15 @@ def _restore(
             job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
-        job.note_rest(is_ours=not arrange.has_rearranged)
+        job.note_rest(is_ours=arrange is None or not arrange.has_rearranged)
     with together(relay, "restored"):
         return job.run()
+
+
+def _has_names_of(saved: Checkpoint, model: ModelEntries, targets: RestoreTargets, options: LoadOptions) -> bool:
+    """Whether a checkpoint is a training state of ours with the names of the model, so that nothing is arranged."""
+    has_state = targets.optimizer is not None and holds_state_dicts(saved)
+    return not (has_state or options.rules) and all(entry.path in saved.index.by_path for entry in model.entries)
 
 
 class _Restore:
