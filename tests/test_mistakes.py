@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a step without its zeros": (lambda net: tc.load("run/step_20"), r"near to it is .*/run/step_00000020\. "),
     "a link to nowhere": (
         lambda net: (os.symlink("gone", "link"), tc.load("link")),
-        r"found .*/link, a link to gone, where nothing is\. Mount or make what it leads to, or give another path",
+        r"found .*/link, a link to gone, where nothing is\. Mount or make what it leads to",
     ),
     "a file for a run": (
         lambda net: tc.Manager("notes.txt"),

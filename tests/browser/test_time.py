@@ -290,6 +290,7 @@ def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_numb
     page = watched(serve(tmp_path / "run"))
     page.get_by_role("link", name="Trends over steps").click()
     expect(page.get_by_text("2 of them on abandoned branches")).to_be_visible()
+    expect(page.locator("#phases-legend")).to_contain_text("publish")  # the script has drawn, and listens
     page.get_by_role("button", name="by time").click()
     expect(page).to_have_url(re.compile("by=time"))
     chart, told = page.get_by_role("img", name=re.compile("^loss")), page.locator("#trends-text")

@@ -20,15 +20,12 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-from optree import PyTreeSpec
 
 from .._core.sharding.dtypes import dtype_of, normalize_dtype
 from .._core.sharding.region import Region
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import ArraySpec
 from .._core.tree.tensor_parts import TensorParts
-from .._core.tree.treespec import KIND as TREESPEC
-from .._core.tree.treespec import decode_treespec, encode_treespec
 from .._core.tree.value_codec import TypedValue, Value, decode_value, encode_value
 from ..errors import CorruptError, FormatError, MismatchError, TreeckptError, TreeError
 from .base import (
@@ -458,7 +455,10 @@ def is_same_value(first: object, second: object, path: str = "") -> bool:
 
 def encode_of_library(value: object) -> TypedValue | None:
     """Stores a `PyTreeSpec`, and a value of a library whose adapter has `encode` and `decode`."""
-    if type(value) is PyTreeSpec:
+    # optree is imported where a program has one: the writer process has none
+    if (optree := sys.modules.get("optree")) is not None and type(value) is optree.PyTreeSpec:
+        from .._core.tree.treespec import encode_treespec
+
         return encode_treespec(value)
     found = (getattr(_LIBRARIES[name].get(), "encode", None) for name in _libraries(type(value)))
     return next((stored for encode in found if encode and (stored := encode(value)) is not None), None)
@@ -474,7 +474,9 @@ def decode(value: Value, path: str, *, allow_pickle: bool) -> object:
         return value
 
     def extra(typed: TypedValue) -> object:
-        if typed.kind == TREESPEC:
+        if typed.kind == "optree.PyTreeSpec":
+            from .._core.tree.treespec import decode_treespec
+
             return decode_treespec(typed, resolve, resolve_function if allow_pickle else None)
         if typed.kind == "pickle":
             return _unpickle(typed, path, allow_pickle)
