@@ -74,11 +74,11 @@ def test_a_manager_goes_on_in_a_forked_child(tmp_path: Path) -> None:
 manager = tc.Manager(path + "/run", keep=2)
 manager.save(1, {"w": np.ones(5)})
 manager.wait()
-real = manager.directory.folder
-manager.directory.folder = lambda step: Held(real(step).url)
+real = manager.directory.store.folder
+manager.directory.store.folder = lambda name: Held(real(name).url)
 manager.options = msgspec.structs.replace(manager.options, background=tc.BackgroundOptions(writer="thread"))
 held = manager.save(2, {"w": np.ones(5)})
-manager.directory.folder = real
+manager.directory.store.folder = real
 
 def act():
     assert manager.latest() == 1

@@ -299,6 +299,7 @@ def test_a_tensor_without_its_memory_is_named() -> None:
         tc.trees.offload({"w": freed})
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")  # torch says once that it may change
 @pytest.mark.parametrize("memory", OFFLOADS)
 def test_copies_are_on_the_host_whatever_the_default_device_is(memory: str, tmp_path: Path) -> None:
     w = torch.arange(12.0).view(3, 4)
