@@ -453,7 +453,7 @@ def is_same_value(first: object, second: object, path: str = "") -> bool:
     return stored[0] == stored[1]
 
 
-def encode_of_library(value: object) -> TypedValue | None:
+def encode_of_library(value: Any) -> TypedValue | None:
     """Stores a `PyTreeSpec`, and a value of a library whose adapter has `encode` and `decode`."""
     # optree is imported where a program has one: the writer process has none
     if (optree := sys.modules.get("optree")) is not None and type(value) is optree.PyTreeSpec:
