@@ -31,9 +31,8 @@ from .._runs.active_saves import under_way_text
 from .._runs.catalog import CheckpointInfo, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
-from .._runs.loadable_steps import loadable_text
 from .._runs.progress_bar import counting_bar
-from .._runs.run import RunDirectory
+from .._runs.run import RunDirectory, loadable_text
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best

@@ -15,10 +15,11 @@ with the lock), then the directory. The next clean-up finds these files of a del
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Container, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -85,7 +86,6 @@ from .catalog import (
     step_info,
     with_verification,
 )
-from .loadable_steps import loadable_text
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -736,3 +736,17 @@ class CheckpointSelector:
         """Returns the index of a checkpoint if it was the newest of those read; forgets it."""
         index, self._read = self._read.found, NewestIndex()
         return index if index and (index.url, index.index.save_id) == (info.path, info.save_id) else None
+
+
+def loadable_text(infos: Iterable[CheckpointInfo], step: CheckpointId) -> str:
+    """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
+    steps = sorted((step_info(info).step for info in infos if info.status == "complete"), key=id_order)
+    others = [other for other in steps if type(other) is type(step)]
+
+    def distance(other: CheckpointId) -> float:
+        if isinstance(other, str) or isinstance(step, str):
+            return -difflib.SequenceMatcher(a=f"{other}", b=f"{step}").ratio()
+        return abs(other - step)
+
+    near = f"; the nearest is {min(others, key=distance)}" if others else ""
+    return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
