@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.background import Gate, GatedRun
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
@@ -95,6 +96,19 @@ def test_a_step_that_was_saved_by_hand_is_refused_or_replaced_where_it_is(run: o
         assert "pinned.json" in open_run(run).folder("step_10").entries()
         made.save(11, {"w": np.full(3, 11)})
     assert {*open_run(run).names()} == {*names, "step_00000011"}
+
+
+def test_a_directory_that_was_named_by_hand_is_left_alone_while_a_save_goes_into_it(tmp_path: Path) -> None:
+    save_by_hand(tmp_path, steps=(1, 2))
+    gate = Gate()
+    how = tc.BackgroundOptions(writer="thread")
+    with tc.Manager(GatedRun(tmp_path, gate), keep=1, grace=0.0, overwrite=True, background=how) as made:
+        gate.open.clear()
+        made.save(1, {"w": np.full(3, 11)})
+        assert gate.reached.wait(60)
+        assert [(left.name, left.why) for left in made.clean().left] == [("step_1", "it is being saved")]
+        gate.open.set()
+    assert made.restore(step=1)["w"].tolist() == [11] * 3
 
 
 @pytest.mark.parametrize("name", ["step_5", "step_00000005"])

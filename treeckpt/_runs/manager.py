@@ -344,8 +344,9 @@ class Manager:
         elif self.options.background.busy == "wait":
             self._pending.settle()
         self._loop.note_saved(tree)
-        with self._pending.starting(step):
-            result = self._save(step, self._registered.joined(tree), metadata, files, pin=pin)
+        store = self._place_of(step)
+        with self._pending.starting(store.name):
+            result = self._save(step, store, self._registered.joined(tree), metadata, files, pin=pin)
         if isinstance(result, SaveReport):
             self._start_clean(result)
             self._clean_disks_after(result)
@@ -365,11 +366,11 @@ class Manager:
         return result
 
     def _save(
-        self, step: CheckpointId, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
+        self, step: CheckpointId, store: Store, tree: Any, metadata: Mapping[str, Any], files: Any, *, pin: bool
     ) -> SaveReport | Pending:
         number = self._claim(step) if isinstance(step, str) else step
+        save = save_async_tree if self._background else save_tree
         # before the save, so that no clean-up removes the step in between
-        store, save = self._place_of(step), save_async_tree if self._background else save_tree
         pinned = pin and self._from_rank0(f"pin {id_text(step)}", partial(self.directory.put_pin, store), bool)
         unpin = partial(self._undo_pin, store, pinned)
         try:
@@ -389,7 +390,7 @@ class Manager:
         if isinstance(result, Pending) and result.skipped:
             unpin()
         elif isinstance(result, Pending):
-            self._pending.add(step, result, unpin)
+            self._pending.add(step, store.name, result, unpin)
         return result
 
     def _place_of(self, step: CheckpointId) -> Store:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .._core.format.files import CheckpointId, id_name, id_text
+from .._core.format.files import CheckpointId, id_text
 from .._inspect.deletion import CleanReport
 from .._saving.session import Pending, forget_at_exit, reset_after_fork
 from .._threads import call_in_thread
@@ -32,6 +32,7 @@ _log = logging.getLogger("treeckpt")
 
 class _PendingSave(NamedTuple):
     step: CheckpointId
+    name: str
     pending: Pending
     undo: Callable[[], None]
 
@@ -57,24 +58,24 @@ class PendingSaves:
         self._pending, self._failed = [], []
         self._starting, self._claimed, self._lock = set(), "", threading.Condition()
 
-    def add(self, step: CheckpointId, pending: Pending, undo: Callable[[], None]) -> None:
+    def add(self, step: CheckpointId, name: str, pending: Pending, undo: Callable[[], None]) -> None:
         """Adds a save that was started.
 
         Args:
+            name: the directory's.
             undo: called if the save fails.
         """
         with self._lock:
-            self._pending.append(_PendingSave(step, pending, undo))
+            self._pending.append(_PendingSave(step, name, pending, undo))
 
     def busy(self) -> Set[str]:
         """Returns the names of the directories that are being saved."""
         with self._lock:
-            return self._starting.union(id_name(save.step) for save in self._pending)
+            return self._starting.union(save.name for save in self._pending)
 
     @contextlib.contextmanager
-    def starting(self, step: CheckpointId) -> Iterator[None]:
+    def starting(self, name: str) -> Iterator[None]:
         """Protects a directory from clean-up while a save into it starts; waits for a clean-up that runs there."""
-        name = id_name(step)
         with self._lock:
             self._lock.wait_for(lambda: self._claimed != name)
             self._starting.add(name)
