@@ -77,6 +77,8 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     them."""
     nan_in: str = ""
     """The path of the first array with NaN."""
+    infinite: int | None = None
+    """How many elements of arrays are infinite; None where they were not counted."""
     beside: bool = False
     """Whether it stands beside the checkpoint, where all who use it see it; it holds for as long as it stands there."""
     changed: bool = False
@@ -175,6 +177,7 @@ def verify_folder(
             verification,
             nan=sum(numbers.nan for numbers in found.values()),
             nan_in="" if first is None else index.entries[first].path,
+            infinite=sum(numbers.infinite for numbers in found.values()),
         )
     return report, verification
 
