@@ -191,12 +191,12 @@ def nan_report(
 
 def _branch(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     """Returns the checkpoints of the present branch, the oldest first."""
-    kinds = ("complete", "corrupt", "unread")
+    kinds = ("complete", "damaged", "unread")
     return [info for info in reversed(infos) if info.status in kinds and not info.abandoned]
 
 
 def _why_unread(info: CheckpointInfo, failed: Mapping[str, str]) -> str:
-    if info.status == "complete" and not info.damaged:
+    if info.status == "complete":
         return visible(failed.get(info.name, ""))
     state = "could not be read" if info.status == "unread" else "damaged"
     return visible(f"{state}: {info.problem}" if info.problem else state)
