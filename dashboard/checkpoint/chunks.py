@@ -177,9 +177,9 @@ class MapPage(msgspec.Struct, frozen=True):
     """Number of regions that are not drawn."""
     missing: int
     """Elements of the plane that are in no region; 0 if not all regions are drawn."""
-    damaged: list[int]
+    damaged: list[int] = []
     """The positions of the boxes of which bytes are known to be damaged."""
-    overlaps: list[list[int]]
+    overlaps: list[list[int]] = []
     """[top, left, bottom, right] of parts that are in two regions; no save writes such regions."""
 
 
@@ -225,21 +225,7 @@ def map_page(
     leaf, place = leaf_of(index, number), positions(at)
     names, sizes = map_dims(index, leaf)
     if not sizes:
-        return MapPage(
-            [],
-            [],
-            y=None,
-            x=None,
-            at=[],
-            rows=0,
-            columns=0,
-            boxes=[],
-            files={},
-            more=0,
-            missing=0,
-            damaged=[],
-            overlaps=[],
-        )
+        return MapPage([], [], y=None, x=None, at=[], rows=0, columns=0, boxes=[], files={}, more=0, missing=0)
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
     where = [place[d] if d < len(place) and 0 <= place[d] < n else 0 for d, n in enumerate(sizes)]

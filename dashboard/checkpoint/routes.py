@@ -66,7 +66,7 @@ def get_verify(
     then: Literal["verify", "contents"] = "verify",
     start: int = 0,
 ) -> VerifyPage | Response:
-    """What is known of the bytes, all that is damaged, and the verification that runs; `action` starts or cancels it."""
+    """What is known of the bytes, all that is damaged, and the verification that runs: `action` starts, cancels it."""
     check_same_site(request, action)
     if action == "cancel":
         jobs.cancel(checkpoint_id)

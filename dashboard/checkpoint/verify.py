@@ -197,7 +197,9 @@ class _Job(ProcessJob):
             shards=self.at.shards,
             rate=rate,
             eta=(self.nbytes - self.done) / rate if rate and self.open else None,
-            problems=[DamagedPart(visible(o.file), visible(o.text), o.start, o.stop) for o in self.problems[:PAGE_ROWS]],
+            problems=[
+                DamagedPart(visible(o.file), visible(o.text), o.start, o.stop) for o in self.problems[:PAGE_ROWS]
+            ],
             error=visible(self.error) if self.error else None,
         )
 
@@ -222,21 +224,23 @@ def _damage_rows(damage: Damage, outline: Outline | None, found: Verification | 
                 paths.setdefault((part.file, part.start, part.stop), []).append(leaf)
         for one in damage.bad:
             leaves = paths.get((one.file, one.start, one.stop)) or [None]
-            file, why = visible(one.file), visible(one.why)
             rows += [
                 DamageRow(
-                    file,
-                    numbers[one.file],
-                    one.start,
-                    one.stop,
-                    leaf,
-                    "" if leaf is None else shorten(index.entries[leaf].path),
-                    why,
+                    file=visible(one.file),
+                    number=numbers[one.file],
+                    start=one.start,
+                    stop=one.stop,
+                    leaf=leaf,
+                    path="" if leaf is None else shorten(index.entries[leaf].path),
+                    text=visible(one.why),
                 )
                 for leaf in leaves
             ]
     others = [part for part in (found.problems if found is not None else ()) if part.file not in shards]
-    rows += [DamageRow(visible(p.file), None, p.start, p.stop, None, "", visible(p.text)) for p in others]
+    rows += [
+        filled(DamageRow, part, file=visible(part.file), number=None, leaf=None, path="", text=visible(part.text))
+        for part in others
+    ]
     return rows
 
 

@@ -247,8 +247,8 @@ class PageRouter:
 
     A function says by its arguments what it needs. The type of an argument that is a class stands for what the
     application has of that class (`app.state.services`), for the request, or for the checkpoint of the address:
-    `OpenTree`, its `Outline` and its `Damage`, or `OwnTree` where another program's checkpoint has no such page. Arguments of other
-    types are parameters of requests, but for those by keyword alone.
+    `OpenTree`, its `Outline` and its `Damage`, or `OwnTree` where another program's checkpoint has no such page.
+    Arguments of other types are parameters of requests, but for those by keyword alone.
 
     A function may set `request.state.etag`, the ETag of its answer. `request.state.links` has the addresses of the
     JSON, and of the CSV where there is a table, of what it answers; they are relative to the dashboard's root.

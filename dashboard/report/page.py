@@ -46,6 +46,7 @@ from treeckpt.errors import CheckpointNotFound, TreeckptError
 
 from ..checkpoint.chunks import map_page
 from ..checkpoint.tree import treemap_page
+from ..pages.damage import NO_DAMAGE
 from ..timing.model import waterfall_data
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";\n', re.M)

@@ -1,8 +1,8 @@
 """The page of the first NaN of a run: its step, its arrays, where in them it is, and the scan that finds it.
 
-The process of a scan reads checkpoints one after the other, as `treeckpt show --stats` does, and keeps in the cache what
-it finds. So a scan that is cancelled, or ends with the server, goes on where it was, and the page needs no scan for what
-verifications have found before.
+The process of a scan reads checkpoints one after the other, as `treeckpt show --stats` does, and keeps what it finds in
+the cache. So a scan that is cancelled, or ends with the server, goes on where it was, and the page needs no scan for
+what verifications have found before.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NanPage(msgspec.Struct, frozen=True):
     """Of the directories of the run."""
 
 
-class _Job(ProcessJob):
+class _NanScan(ProcessJob):
     messages = msgspec.json.Decoder(Message)
     task = "looked for NaN"
 
@@ -118,7 +118,7 @@ class _Job(ProcessJob):
         return filled(NanJob, self, read=read, error=visible(self.error) if self.error else None)
 
 
-class NanJobs(JobQueue[_Job]):
+class NanJobs(JobQueue[_NanScan]):
     """The scans of a server, one at a time."""
 
     def __init__(self, library: Library) -> None:
@@ -144,16 +144,24 @@ class NanJobs(JobQueue[_Job]):
         named = {one.name for one in (report.nan, report.infinite, *report.unread) if one is not None}
         ids = {name: i for i, info in listed if (name := visible(info.name)) in named}
         running = shown is not None and shown.state in ("waiting", "running")
-        return NanPage(run.id, visible(run.name), running, shown, report, ids, library.watches[run.id].progress)
+        return NanPage(
+            run.id,
+            visible(run.name),
+            running=running,
+            job=shown,
+            report=report,
+            ids=ids,
+            scan=library.watches[run.id].progress,
+        )
 
 
 def get_first_nan(
     request: Request, jobs: NanJobs, run_id: str, action: Literal["", "start", "cancel"] = ""
 ) -> NanPage | Response:
-    """The first step with NaN, its arrays and where in them it is; `action` starts or cancels to read what is unknown."""
+    """The first step with NaN, its arrays and where in them it is; `action` starts or cancels the scan for it."""
     check_same_site(request, action)
     if action == "start" and not jobs.page(run_id).report.complete:
-        jobs.add(run_id, lambda: _Job(jobs.library, jobs.library.run(run_id)))
+        jobs.add(run_id, lambda: _NanScan(jobs.library, jobs.library.run(run_id)))
     elif action == "cancel":
         jobs.cancel(run_id)
     if action and not request.scope["path"].startswith("/api/"):  # so that a reload does not repeat it

@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
     """A run whose steps have NaN from step BAD on, in a weight on boxes of four ranks and in an array of each rank."""
     run = tmp_path_factory.mktemp("saved") / "run"
     for step in STEPS:
-        tree = {key: part for key, part in gpt_state(layers=1, width=16, vocabulary=40, seed=step).items()}
+        tree = gpt_state(layers=1, width=16, vocabulary=40, seed=step)
         tree["model"].pop("mask")
         loss = 1 / step
         if step >= BAD:

@@ -57,7 +57,7 @@ from .._io.storage.store import Store
 from .._loading.peek import Peek, peek, peek_blob
 from .._loading.run_load import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table
-from .._runs import catalog, discovery
+from .._runs import catalog
 from .._runs.nan_scan import NanReport, StepFinding, nan_report, scan_for_nan, steps_of_run
 from .._runs.progress_bar import stores_bar
 from .._runs.statistics_store import StatisticsStore
@@ -87,8 +87,8 @@ BLOB_SHOWN = 500
 
 
 _STATS = (
-    "of a run: in which step the first NaN is, in which arrays and where; reads what no `verify --statistics` has read, "
-    "the newest step first, until that is known"
+    "of a run: in which step the first NaN is, in which arrays and where; reads what no `verify --statistics` has "
+    "read, in an order that answers soon"
 )
 
 

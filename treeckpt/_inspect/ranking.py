@@ -1,10 +1,10 @@
 """Ranks arrays: by how unusual their numbers are, and with their layers by how far they moved.
 
 Unusual are NaN and infinity first, then zeros, then others. An array is compared with those whose paths differ in
-numbers only, as the weights of one kind in all layers. What an optimizer keeps is ranked apart from the parameters: its
-moments change by far more from step to step, and would hide what the parameters do. How large its numbers are, and how far the largest one stands
+numbers only, as the weights of one kind in all layers. How large its numbers are, and how far the largest one stands
 out, is measured by decimal logarithms, against the group's medians. How far an array moved is measured relative to its
-size.
+size. What an optimizer keeps is ranked apart from the parameters: its moments change by far more from step to step, and
+would hide what the parameters do.
 """
 
 from __future__ import annotations

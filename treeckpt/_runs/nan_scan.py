@@ -3,9 +3,10 @@
 What is known of a checkpoint comes from a verification that counted such elements in bytes that match their checksums:
 what a damaged byte makes NaN is no NaN of the training. A scan verifies the checkpoints that nothing is known of, one
 at a time, in an order that answers soon: the newest; by bisection the first with NaN of the present branch; those after
-it, from which no run should go on; then those before it, as NaN may come and go. The counts, and the place of the first such element of each array, are kept where
-verifications keep theirs, so that a scan that was cancelled goes on, and `Manager`, `ls` and the dashboard pass over
-what it found. Damaged and unreadable checkpoints, and abandoned branches, are counted and not read.
+it, from which no run should go on; then those before it, as NaN may come and go. The counts, and the place of the first
+such element of each array, are kept where verifications keep theirs, so that a scan that was cancelled goes on, and
+`Manager`, `ls` and the dashboard pass over what it found. Damaged and unreadable checkpoints, and abandoned branches,
+are counted and not read.
 """
 
 from __future__ import annotations
@@ -210,9 +211,7 @@ def _title(info: CheckpointInfo) -> str:
     return f"step {info.step:,}" if info.step is not None else f"checkpoint {visible(info.name)}"
 
 
-def _proof(
-    what: str, branch: Sequence[CheckpointInfo], counts: Sequence[int | None], why: Mapping[str, str]
-) -> str:
+def _proof(what: str, branch: Sequence[CheckpointInfo], counts: Sequence[int | None], why: Mapping[str, str]) -> str:
     """Returns what is proven, and what is not, of the first checkpoint with NaN or infinity."""
     flags, total = _flags(counts), len(branch)
     if not total:
@@ -262,8 +261,8 @@ def _step_finding(
             for row in bad[:MAX_ARRAYS].tolist()
             if 0 <= (leaf := int(columns["leaf"][row])) < len(index.entries)
         ]
-    counts = [count_of(info, what) or 0 for what in ("nan", "infinite")]
-    return StepFinding(visible(info.name), info.step, *counts, arrays, rows)
+    nan, infinite = (count_of(info, what) or 0 for what in ("nan", "infinite"))
+    return StepFinding(visible(info.name), info.step, nan, infinite=infinite, arrays=arrays, rows=rows)
 
 
 def _array_finding(index: Index, number: int, found: LeafStatistics, row: int) -> ArrayFinding:

@@ -222,7 +222,9 @@ def found_part(save_id: str, fingerprint: str, problems: list[DamagedPart], *, b
 
 def shown_parts(problems: Sequence[Problem]) -> list[DamagedPart]:
     """Returns what is kept of problems."""
-    return [DamagedPart(one.file, one.text[:MAX_TEXT], one.start, one.stop) for one in problems[:MAX_PROBLEMS]]
+    return [
+        DamagedPart(one.file, one.text[:MAX_TEXT], one.start or 0, one.stop or 0) for one in problems[:MAX_PROBLEMS]
+    ]
 
 
 _DECODER = msgspec.json.Decoder(Verification)
@@ -365,7 +367,8 @@ def _read_beside(folder: Store, save_id: str) -> Verification | None:
         by=visible(found.by[:MAX_TEXT]),
         total=max(found.total, 1),
         problems=[
-            DamagedPart(visible(p.file), visible(p.text[:MAX_TEXT]), p.start, p.stop) for p in found.problems[:MAX_PROBLEMS]
+            DamagedPart(visible(p.file), visible(p.text[:MAX_TEXT]), p.start, p.stop)
+            for p in found.problems[:MAX_PROBLEMS]
         ],
         unread=[],
         beside=True,
