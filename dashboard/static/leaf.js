@@ -69,7 +69,7 @@ const place = (box, s) => [
  * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
  */
 function mark(g, x, y, w, h) {
-  hatch(g, x, y, w, h, colour("--gap"), 6, 0.9);
+  hatch(g, x, y, w, h, colour("--card"), 6, 0.9);
   g.strokeStyle = colour("--gap");
   g.lineWidth = 2;
   g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
