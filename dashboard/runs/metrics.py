@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import get_args
 
+from treeckpt._runs.run_metrics import sum_nbytes
+
 from ..pages.checkpoints import Status, status_of
 from ..store.library import Library, Run
-from .summary import save_pace, sum_nbytes, summarize_run
+from .summary import save_pace, summarize_run
 from .usage import disk_of
 
 _STATUSES = get_args(Status)
