@@ -326,11 +326,14 @@ def saves_in_order(listed: Listed) -> list[tuple[str, CheckpointInfo]]:
 
 
 def branch_numbers(infos: Sequence[CheckpointInfo]) -> list[int]:
-    """Returns the number of the branch of each checkpoint: 0 for the present one, then the newest abandoned one."""
+    """Returns the number of the branch of each checkpoint: 0 for the present one, then the newest abandoned one.
+
+    The last one has the abandoned checkpoints of which no lineage is recorded.
+    """
     branches = lineage_branches(infos)
     abandoned = [branch for branch in reversed(branches) if branch[-1].abandoned]
     numbers = {info.name: n for n, branch in enumerate(abandoned, 1) for info in branch if info.abandoned}
-    return [numbers.get(info.name, 0) for info in infos]
+    return [numbers.get(info.name, len(abandoned) + 1) if info.abandoned else 0 for info in infos]
 
 
 def _holds(ranges: SequenceRanges, number: int) -> bool:

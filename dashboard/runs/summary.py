@@ -377,7 +377,7 @@ def choice_of(text: str) -> Best | None:
         return None
     metric, mode = parse_metric(text)
     if mode is None:
-        raise KeepError(f"{text[:60]!r} names no direction: loss:min or accuracy:max")
+        raise KeepError(f"{text[:60]!r} names no direction: {text[:60]}:min or {text[:60]}:max")
     return Best(metric, mode=mode)
 
 

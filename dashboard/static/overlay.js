@@ -124,9 +124,9 @@ async function redraw() {
   ].join(" ");
   find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
   for (const draw of charts) draw();
-  const abandoned = shown.some((line) => line.branch > 0);
   const list = order.map((run) => ({ label: names.get(run) ?? "", colour: colourOf(run) }));
-  nameLines(find("#overlay-legend"), [...list, ...(abandoned ? [{ label: "faint: abandoned branches", colour: "--dim" }] : [])]);
+  if (shown.some((line) => line.branch > 0)) list.push({ label: "faint: abandoned branches", colour: "--dim" });
+  nameLines(find("#overlay-legend"), list);
 }
 
 /**

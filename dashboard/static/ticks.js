@@ -1,7 +1,7 @@
 // @ts-check
 /**
- * Rows that are ticked to be compared. They are in the address of the page, so that they stay when it is filtered, paged
- * or shown again: in its links to itself too.
+ * Rows that are ticked to be compared. They are in the address of the page, and in its links to itself, so that they
+ * stay when it is filtered, paged or shown again.
  */
 import { find, remember } from "./dom.js";
 
