@@ -121,7 +121,9 @@ def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLRes
     queries = {"json": urlencode(asked), "csv": urlencode(table)}
     take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
     given = request.query_params.multi_items()
-    return HTMLResponse(template.render(page=page, base=base, take=take, given=given, here=partial(_here, given)), status)
+    return HTMLResponse(
+        template.render(page=page, base=base, take=take, given=given, here=partial(_here, given)), status
+    )
 
 
 def _here(given: Sequence[tuple[str, str]], **changed: str | Sequence[str]) -> str:

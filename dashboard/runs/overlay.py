@@ -6,9 +6,9 @@ highest value, so that no spike vanishes, and the first whose value is no finite
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from heapq import merge
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -113,7 +113,7 @@ def spikes_kept(values: Sequence[float], bins: int = BINS) -> list[int]:
     low, high = np.where(finite, numbers, np.inf), np.where(finite, numbers, -np.inf)
     edges = np.linspace(0, len(values), bins + 1).round().astype(np.int64).tolist()
     kept = {0, len(values) - 1}
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         inside = finite[start:stop]
         if inside.any():
             kept |= {start + int(low[start:stop].argmin()), start + int(high[start:stop].argmax())}

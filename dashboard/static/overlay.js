@@ -116,12 +116,13 @@ async function redraw() {
   const drawn = shown.reduce((sum, line) => sum + line.ids.length, 0);
   const saves = shown.reduce((sum, line) => sum + line.saves, 0);
   const untimed = view.time ? shown.reduce((sum, { created }) => sum + created.filter((t) => t === null).length, 0) : 0;
-  find("#overlay-about").textContent = [
+  const about = [
     drawn < saves
       ? `Of ${countText(saves, "value")} the lowest and the highest of each bin are drawn: ${numberText(drawn)}.`
       : `${countText(saves, "value")}.`,
     untimed ? `${countText(untimed, "value")} without a time of saving ${untimed === 1 ? "is" : "are"} left out.` : "",
-  ].join(" ");
+  ];
+  find("#overlay-about").textContent = about.join(" ").trim();
   find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
   for (const draw of charts) draw();
   const list = order.map((run) => ({ label: names.get(run) ?? "", colour: colourOf(run) }));

@@ -167,7 +167,9 @@ def _ls_metrics(options: argparse.Namespace) -> int:
         print_json([_json_of_run(row) for row in rows])
     else:
         columns = _metric_columns(rows)
-        print_table(list(columns), list(zip(*columns.values(), strict=True)), right=[name for name in columns if name != "run"])
+        print_table(
+            list(columns), list(zip(*columns.values(), strict=True)), right=[name for name in columns if name != "run"]
+        )
     return 0
 
 

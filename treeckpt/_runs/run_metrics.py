@@ -46,7 +46,7 @@ def sum_nbytes(infos: Iterable[CheckpointInfo]) -> int:
 
 
 def is_good(info: CheckpointInfo) -> bool:
-    """Whether a run can be resumed from a checkpoint: complete, intact and healthy as far as known, and not abandoned."""
+    """Whether a run can be resumed from it: complete, intact and healthy as far as known, and not abandoned."""
     return info.status == "complete" and not info.damaged and not info.abandoned and not info.unhealthy
 
 

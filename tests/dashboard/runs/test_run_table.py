@@ -110,7 +110,7 @@ def test_ticks_metrics_and_order_are_in_the_links_of_the_page(client):
     text = client.get(link).text
     assert text.count(" checked") == 2, "the run and the metric"
     assert f'<input type="hidden" form="ticks" name="run" value="{ids["nan"]}">' in text, "ticked, and filtered out"
-    assert f"sort=-best%3Aloss&amp;" not in text.partition("lowest loss")[0] and "sort=-best%3Aloss" in text
+    assert "sort=-best%3Aloss&amp;" not in text.partition("lowest loss")[0] and "sort=-best%3Aloss" in text
 
 
 def test_the_command_says_the_same_as_the_page(client, folder, capsys):
