@@ -28,7 +28,7 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import CheckpointInfo, id_of, with_verification
+from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
@@ -42,6 +42,7 @@ from .._runs.run_metrics import (
     run_metric,
     sum_nbytes,
 )
+from .._runs.run_state import status_of_run
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -52,11 +53,12 @@ METRICS = 4
 _COLUMNS = f"""\
 columns, the newest checkpoint first; where the terminal is too narrow some are left out:
   name      of the directory, in the run
-  status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
-            are missing or cut short, or the index is damaged; damaged: a verification found changed bytes (--json has
-            that in "verification"); unread: it could not be read, and nothing is known; foreign: files of another
-            program; run: a run itself. What is not healthy, as a metric or elements that are NaN, is named below.
-            "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
+  status    complete: the index is published, and its files are there with the right sizes; damaged: files are missing
+            or cut short, or a verification found changed bytes; partial: no index, of a save that failed or was
+            killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
+            is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
+            elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
+            as the training went back before it
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -133,6 +135,8 @@ class RunRow(msgspec.Struct, frozen=True):
     """One run of `ls --metric`."""
 
     run: str
+    status: Status | None
+    """What `status_of_run` says; None without a directory."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -158,7 +162,7 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             newest = next(filter(is_good, listed), None)
             metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
             complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, complete, sum_nbytes(listed), newest, metrics))
+            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
@@ -168,7 +172,9 @@ def _ls_metrics(options: argparse.Namespace) -> int:
     else:
         columns = _metric_columns(rows)
         print_table(
-            list(columns), list(zip(*columns.values(), strict=True)), right=[name for name in columns if name != "run"]
+            list(columns),
+            list(zip(*columns.values(), strict=True)),
+            right=[name for name in columns if name not in ("run", "status")],
         )
     return 0
 
@@ -176,6 +182,7 @@ def _ls_metrics(options: argparse.Namespace) -> int:
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
     columns = {
         "run": [visible(row.run) for row in rows],
+        "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
         "complete": [f"{row.complete}" for row in rows],
         "size": [bytes_text(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
@@ -207,7 +214,9 @@ def _json_of_run(row: RunRow) -> Mapping[str, object]:
 
 def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
     metrics = {name: json_number(value) for name, value in info.metrics.items()}
-    return msgspec.structs.asdict(info) | {"metrics": metrics, "unhealthy": info.unhealthy}
+    facts = {name: part for name, part in msgspec.structs.asdict(info).items() if name != "files"}
+    facts |= {"metrics": metrics, "unhealthy": info.unhealthy}
+    return {"name": info.name, "status": info.status, "intact": info.intact} | facts
 
 
 def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
@@ -316,7 +325,7 @@ def add_commands(commands: Commands) -> None:
         help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    rm = commands.add("rm", _rm, "delete steps of a run, also those that are corrupt or were never finished")
+    rm = commands.add("rm", _rm, "delete steps of a run, also those that are damaged or were never finished")
     assert rm.description is not None, "each command has one"
     rm.description += (
         " Asks before it does on a terminal. Nothing goes if one of the steps is not there, pinned, being read or "
@@ -526,7 +535,7 @@ def _misses(run: RunDirectory, options: argparse.Namespace) -> str:
 
 def _no_steps(run: RunDirectory, infos: Sequence[CheckpointInfo], steps: Sequence[int]) -> str:
     """Returns the error, with the steps that can be loaded, where steps are named that the run has not."""
-    there = {step_of(info.name) for info in infos if info.status in ("complete", "corrupt")}
+    there = {step_of(info.name) for info in infos if info.status in ("complete", "damaged")}
     absent = [str(step) for step in steps if step not in there]
     if not absent:
         return ""

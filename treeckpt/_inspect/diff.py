@@ -109,7 +109,7 @@ class Diff(msgspec.Struct, frozen=True):
     changes: tuple[Change, ...]
     same: int
     beside: tuple[BesideLeaves, ...] = ()
-    """Ranks, meshes, custom metadata and sidecar files by name, and containers that differ; what is the same is last."""
+    """Ranks, meshes, custom metadata and sidecar files by name, and containers that differ; the same ones last."""
 
     @property
     def also(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def sum_nbytes(infos: Iterable[CheckpointInfo]) -> int:
 
 def is_good(info: CheckpointInfo) -> bool:
     """Whether a run can be resumed from it: complete, intact and healthy as far as known, and not abandoned."""
-    return info.status == "complete" and not info.damaged and not info.abandoned and not info.unhealthy
+    return info.status == "complete" and not info.abandoned and not info.unhealthy
 
 
 def best_checkpoint(infos: Iterable[CheckpointInfo], policy: Best) -> CheckpointInfo | None:
@@ -72,7 +72,7 @@ def run_metric(infos: Sequence[CheckpointInfo], metric: str, mode: Mode | None) 
     Args:
         infos: of a run, newest first.
     """
-    present = (info for info in infos if info.status == "complete" and not info.abandoned)
+    present = (info for info in infos if info.files == "complete" and not info.abandoned)
     last = next((info for info in present if metric in info.metrics), None)
     best = best_checkpoint(infos, Best(metric, mode=mode)) if mode is not None else None
     return RunMetric(metric, mode, _value(last, metric), _value(best, metric))

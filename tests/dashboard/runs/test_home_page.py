@@ -33,7 +33,7 @@ def test_every_run_is_one_row_with_what_its_newest_checkpoint_is(client):
     assert (large["good"]["step"], large["state"]) == (600, "in_progress")
     assert [value["last"] for value in large["values"]] == [700 / 600, None], "loss and acc"
     assert large["durations"] == pytest.approx([1 + n % 7 / 3 for n in range(1, 7)])
-    assert (vit["good"]["step"], vit["state"]) == (7000, "committed")
+    assert (vit["good"]["step"], vit["state"]) == (7000, "complete")
     assert [(value["last"], value["last_step"]) for value in vit["values"]] == [(None, None), (0.75, 7000)]
     assert (empty["good"], empty["state"], empty["durations"]) == (None, None, [])
     text = client.get("/").text
@@ -45,7 +45,7 @@ def test_every_run_is_one_row_with_what_its_newest_checkpoint_is(client):
     [
         ("GPT", ["gpt-large"]),
         ("in progress", ["gpt-large"]),
-        ("committed", ["vit"]),
+        ("complete", ["vit"]),
         ("vit acc", ["vit"]),
         ("none", []),
     ],
@@ -74,7 +74,7 @@ def test_a_search_finds_runs_steps_and_leaves(client):
     assert texts == [("run", "vit")]
     items = found(client, "7,00")["items"]
     assert [(i["text"], i["detail"]) for i in items] == [
-        ("step 700", "in progress · gpt-large"), ("step 700", "committed · vit"), ("step 7,000", "committed · vit"),
+        ("step 700", "in progress · gpt-large"), ("step 700", "complete · vit"), ("step 7,000", "complete · vit"),
     ]  # fmt: skip
     assert [i["text"] for i in found(client, "vit step 7000")["items"]] == ["step 7,000"]
     leaves = found(client, "large QKV")["items"]
@@ -91,7 +91,7 @@ def test_a_search_finds_runs_steps_and_leaves(client):
 
 def test_what_the_page_shows_comes_first(client):
     _, vit, _ = client.get("/api/v1/runs").json()["runs"]
-    assert found(client, "700", vit["id"])["items"][0]["detail"] == "committed · vit"
+    assert found(client, "700", vit["id"])["items"][0]["detail"] == "complete · vit"
     older = vit["checkpoints"][1]
     assert [i["detail"] for i in found(client, "x", older["id"])["items"] if i["kind"] == "leaf"][:2] == [
         "step 700 · vit", "step 7,000 · vit",

@@ -119,14 +119,15 @@ def test_the_command_says_the_same_as_the_page(client, folder, capsys):
     told = json.loads(capsys.readouterr().out)
     assert [row["run"].rpartition("/")[2] for row in told] == [run["name"] for run in page["runs"]]
     for row, run in zip(told, page["runs"], strict=True):
-        assert (row["complete"], row["nbytes"], row["newest"]) == (run["complete"], run["nbytes"], run["good"]["step"])
+        told_of = (row["status"], row["complete"], row["nbytes"], row["newest"])
+        assert told_of == (run["state"], run["complete"], run["nbytes"], run["good"]["step"])
         for metric, cell in zip(row["metrics"], run["values"], strict=True):
             for kind in ("last", "best"):
                 found = metric[kind] or {"value": None, "step": None}
                 assert (found["value"], found["step"]) == (cell[kind], cell[f"{kind}_step"])
     assert main(["ls", str(folder / "base"), str(folder / "nan"), "--metric", "loss"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "complete", "size", "newest", "loss"]
+    assert head.split() == ["run", "status", "complete", "size", "newest", "loss"]
     assert lines[0].endswith("2 at 3") and lines[1].endswith("nan at 2")
 
 
