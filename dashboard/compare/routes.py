@@ -130,9 +130,8 @@ def show_diff(
     """
     library = comparisons.library
     if step_a or step_b or pick:
-        typed = step_a or step_b
-        pair = (run_a, step_a), (run_b, step_b)
-        sides = [typed_step(library, *side) for side in pair] if typed else None
+        typed = bool(step_a or step_b)
+        sides = [typed_step(library, run_a, step_a), typed_step(library, run_b, step_b)] if typed else None
         both = (sides[0].id, sides[1].id) if sides else ticked_pair(library, pick)
         if both is not None and all(both):
             return RedirectResponse(f"diff?{urlencode({'a': both[0], 'b': both[1]})}", 303)

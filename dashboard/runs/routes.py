@@ -140,14 +140,13 @@ router.get(
 )
 router.get("/find", find_page, at=PLACE)
 router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
-STEP = {"ge": -overlay.MAX_STEP, "le": overlay.MAX_STEP}
 router.get("/overlay", get_overlay, "overlay.html", table="rows", **COLUMNS)
 router.get(
     "/overlay/lines",
     get_overlay_lines,
     **COLUMNS,
-    low=Query(**STEP, description="the first step"),
-    high=Query(**STEP, description="the last step"),
+    low=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the first step"),
+    high=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the last step"),
 )
 router.get("/live", live.live_page, "live.html")
 router.get("/usage", usage.usage_page, "usage.html", table="runs")

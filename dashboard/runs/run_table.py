@@ -87,7 +87,7 @@ def metric_columns(library: Library, query: TableQuery) -> list[MetricColumn]:
     Raises:
         KeepError: a part of `query.best` names no direction.
     """
-    chosen = {one.metric: one.mode for one in map(choice_of, query.best) if one is not None}
+    chosen: dict[str, Mode] = {one.metric: one.mode for one in map(choice_of, query.best) if one is not None}
     names = [name for name in dict.fromkeys(query.metric) if name]
     if not names:
         summaries = (summarize_run(run, library.checkpoints(run), library.policies) for run in library.runs)

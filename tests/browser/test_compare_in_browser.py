@@ -98,7 +98,7 @@ def test_what_a_search_finds_is_walked_through_and_opened_by_keys(runs):
     expect(runs.get_by_role("treeitem")).to_have_count(2)
     field.press("ArrowDown")  # in the whole tree too
     expect(runs.get_by_role("treeitem").first).to_have_attribute("aria-selected", "true")
-    field.fill("qkv")
+    field.fill("model")
     expect(runs.locator("#tree-state")).to_contain_text("leaves")
     field.press("ArrowDown")
     field.press("ArrowDown")
@@ -108,7 +108,7 @@ def test_what_a_search_finds_is_walked_through_and_opened_by_keys(runs):
     name = runs.get_by_role("treeitem").nth(1).get_by_role("link").text_content()
     field.press("Escape")
     expect(field).to_have_value("")
-    field.fill("qkv")
+    field.fill("model")
     expect(runs.locator("#tree-state")).to_contain_text("leaves")
     field.press("ArrowDown")
     field.press("ArrowDown")
