@@ -113,7 +113,7 @@ def test_what_a_search_finds_is_walked_through_and_opened_by_keys(runs):
     field.press("ArrowDown")
     field.press("ArrowDown")
     field.press("Enter")
-    expect(runs.get_by_role("heading", level=1)).to_contain_text(name)
+    expect(runs.get_by_role("heading", level=1)).to_contain_text(name.rpartition("/")[2])
 
 
 def test_follow_says_what_it_does(runs):
