@@ -19,7 +19,7 @@ import msgspec
 from treeckpt._core.format.byte_map import chunk_count
 from treeckpt._core.format.records import Index
 from treeckpt._core.text import json_number
-from treeckpt._inspect.diff import Added, Change, Changed, Moved, Removed, comparable, diff
+from treeckpt._inspect.diff import Added, BesideLeaves, Change, Changed, Moved, Removed, comparable, diff
 from treeckpt._inspect.outline import words_in
 from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.open import open_store
@@ -88,10 +88,12 @@ class DiffPage(msgspec.Struct, frozen=True):
     """Differences of the indexes by kind."""
     same: int
     """Leaves without a difference in the indexes."""
-    also: list[str]
-    """What differs beside the leaves: custom metadata and files by name, and containers; the first `PAGE_ROWS`."""
-    more: int
-    """How many more metadata, files and containers differ than `also` lists."""
+    beside: list[BesideLeaves]
+    """What was saved beside the leaves, before and after; what differs is first. The first `PAGE_ROWS`."""
+    beside_differ: int
+    """How many of all of them differ."""
+    beside_more: int
+    """How many more there are than `beside` lists."""
     arrays: int
     """Pairs of arrays whose contents can be compared."""
     known: dict[str, int]
@@ -259,7 +261,7 @@ def diff_page(
         read: reads contents that are not equal by their checksums, up to MAX_READ bytes a page.
     """
     comparison = comparisons.compare(pair.a, pair.b)
-    also = comparison.found.also
+    beside = comparison.found.beside
     delta, problem = None, None
     with comparison.reading():
         rows, following = _page(comparison, show, q, start, MAX_READ if read else 0)
@@ -277,8 +279,9 @@ def diff_page(
         next=following,
         counts=comparison.counts,
         same=comparison.found.same,
-        also=[shorten(name) for name in also[:PAGE_ROWS]],
-        more=max(0, len(also) - PAGE_ROWS),
+        beside=[msgspec.structs.replace(one, name=shorten(one.name)) for one in beside[:PAGE_ROWS]],
+        beside_differ=len(comparison.found.also),
+        beside_more=max(0, len(beside) - PAGE_ROWS),
         arrays=len(comparison.pairs),
         known=comparison.known,
         rows=rows,

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlencode
 
 from fastapi import Query, Request
-from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi.responses import RedirectResponse, Response
 
 from ..pages.answers import PageRouter, check_same_site
-from ..pages.checkpoints import checkpoint_row
 from ..pages.render import render
 from ..store.library import Library, NotFound
 from .changes import ChangeJobs, ChangesBy, ChangesPage, ChangesPart, changes_page
+from .choice import chosen_step, ticked_pair, typed_step
 from .diff import Comparisons, DeltaRow, DiffPage, Show, diff_page, open_pair, previous_of
 from .reshard import reshard_page
 
 Action = Literal["", "start", "cancel"]
-CHOICES = 200
-"""Checkpoints of each run that a form offers."""
 
+NONE: list[str] = []
+"""The checkpoints that are ticked, where none are."""
+TYPED = Query(max_length=500, description="a step, or the name of a checkpoint")
 ID = Query(max_length=100, description="id of a checkpoint")
 
 router = PageRouter(
     a=ID,
     b=ID,
+    run_a=ID,
+    run_b=ID,
+    step_a=TYPED,
+    step_b=TYPED,
+    pick=Query(max_length=1000, description="the ids of the checkpoints that are ticked"),
     pair=Query(ge=0, le=1 << 53, description="arrays to compare element by element"),
     read=Query(description="read contents that checksums cannot compare"),
     by=Query(description="arrays, or layers with all their arrays as one vector"),
@@ -115,16 +121,35 @@ def show_diff(
     start: int = 0,
     pair: int | None = None,
     read: bool = False,
-) -> HTMLResponse:
-    """The comparison of two checkpoints, by default of the newest one and the one before it."""
+    run_a: str = "",
+    step_a: str = "",
+    run_b: str = "",
+    step_b: str = "",
+    pick: list[str] = NONE,
+) -> Response:
+    """The comparison of two checkpoints, by default of the newest one and the one before it.
+
+    They are given by their ids, by the steps that were typed, or by the rows that were ticked.
+    """
     library = comparisons.library
+    if step_a or step_b or pick:
+        typed = bool(step_a or step_b)
+        sides = [typed_step(library, run_a, step_a), typed_step(library, run_b, step_b)] if typed else None
+        both = (sides[0].id, sides[1].id) if sides else ticked_pair(library, pick)
+        if both is not None and all(both):
+            return RedirectResponse(f"diff?{urlencode({'a': both[0], 'b': both[1]})}", 303)
+        count = len(set(pick))
+        problem = "" if typed else f"Two checkpoints are compared, and {count} {'is' if count == 1 else 'are'} ticked."
+        sides = sides or [chosen_step(library, "", run_a), chosen_step(library, pick[0], run_b)]
+        return render(request, "diff.html", {"diff": None, "sides": sides, "runs": library.runs, "problem": problem})
     a = a or _previous(library, b)
     page = get_diff(comparisons, a, b, show, q=q, start=start, pair=pair, read=read) if a and b else None
     if page is not None:
         request.state.links, request.state.chosen = router.links["/diff"], {"a": a, "b": b}
     if not (a or b):  # the form offers these
         a, b = _newest_two(library, a, b)
-    return render(request, "diff.html", {"diff": page, "a": a, "b": b, "choices": _choices(library, {a, b})})
+    sides = [chosen_step(library, a), chosen_step(library, b)]
+    return render(request, "diff.html", {"diff": page, "sides": sides, "runs": library.runs, "problem": ""})
 
 
 def _newest_two(library: Library, a: str, b: str) -> tuple[str, str]:
@@ -139,16 +164,6 @@ def _previous(library: Library, b: str) -> str:
     listed = (library.listed(i, run, c) for run in library.runs for i, c in library.checkpoints(run) if i == b)
     checkpoint = next(listed, None) or (library.checkpoint(b) if b else None)
     return (previous_of(library, checkpoint) or "") if checkpoint is not None else ""
-
-
-def _choices(library: Library, chosen: set[str]) -> list[dict[str, Any]]:
-    """Returns every run with its newest readable checkpoints, and with the chosen ones."""
-    runs: list[dict[str, Any]] = []
-    for run in library.runs:
-        readable = [(i, c) for i, c in library.checkpoints(run) if c.leaves is not None]
-        shown = readable[:CHOICES] + [pair for pair in readable[CHOICES:] if pair[0] in chosen]
-        runs.append({"name": run.name, "checkpoints": [checkpoint_row(i, run, c) for i, c in shown]})
-    return runs
 
 
 router.get("/diff", get_diff, table="rows")

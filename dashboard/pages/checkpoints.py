@@ -27,7 +27,7 @@ from treeckpt.errors import CheckpointError, visible
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
-from ..store.library import Library, NotFound, OpenCheckpoint, Run
+from ..store.library import Library, Listed, NotFound, OpenCheckpoint, Run
 from .damage import NO_DAMAGE, Damage, damage_of
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -42,6 +42,8 @@ MAX_METRICS = 32
 """Metrics of one checkpoint that are shown."""
 MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
+MAX_TIME_NS = 1 << 62
+"""Unix nanoseconds beyond which a chart draws no time."""
 
 
 class VerificationRow(VerificationResult, frozen=True, kw_only=True):
@@ -214,6 +216,11 @@ def iso_time(ns: int | None) -> str | None:
         return None
 
 
+def unix_time(created_ns: int | None) -> float | None:
+    """Returns a Unix time in seconds, None for one that is not known, or beyond what a chart can draw."""
+    return created_ns / 1e9 if created_ns is not None and abs(created_ns) < MAX_TIME_NS else None
+
+
 class OpenTree(msgspec.Struct, frozen=True, eq=False):
     """A checkpoint that a request has opened, also one that another program wrote."""
 
@@ -305,6 +312,23 @@ def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInf
             groups.append([])
         groups[-1].append(info)
     return groups
+
+
+def saves_in_order(listed: Listed) -> list[tuple[str, CheckpointInfo]]:
+    """Returns the complete checkpoints that have a step with their ids, in the order of saving."""
+    complete = [(i, info) for i, info in listed if info.files == "complete" and info.step is not None]
+    return sorted(complete, key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
+
+
+def branch_numbers(infos: Sequence[CheckpointInfo]) -> list[int]:
+    """Returns the number of the branch of each checkpoint: 0 for the present one, then the newest abandoned one.
+
+    The last one has the abandoned checkpoints of which no lineage is recorded.
+    """
+    branches = lineage_branches(infos)
+    abandoned = [branch for branch in reversed(branches) if branch[-1].abandoned]
+    numbers = {info.name: n for n, branch in enumerate(abandoned, 1) for info in branch if info.abandoned}
+    return [numbers.get(info.name, len(abandoned) + 1) if info.abandoned else 0 for info in infos]
 
 
 def _holds(ranges: SequenceRanges, number: int) -> bool:

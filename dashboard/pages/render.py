@@ -109,7 +109,8 @@ def templates() -> Environment:
 def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLResponse:
     """Renders a page as an HTML response; `base` leads from the page to the dashboard's root: `./`, `../` ...
 
-    The page links to its JSON and CSV (`request.state.links`) with its own query, and with the parameters that it chose
+    `given` has the parameters of the request, and `here` returns the page's own address with others. The page links to
+    its JSON and CSV (`request.state.links`) with its own query, and with the parameters that it chose
     itself (`request.state.chosen`).
     """
     base = "../" * max(0, request.scope["path"].count("/") - 1) or "./"
@@ -119,4 +120,18 @@ def render(request: Request, name: str, page: Any, status: int = 200) -> HTMLRes
     table = [pair for pair in asked if pair[0] not in ("start", "cursor")]
     queries = {"json": urlencode(asked), "csv": urlencode(table)}
     take = {kind: f"{base}{link[1:]}{'?' * bool(queries[kind])}{queries[kind]}" for kind, link in links.items()}
-    return HTMLResponse(template.render(page=page, base=base, take=take), status)
+    given = request.query_params.multi_items()
+    return HTMLResponse(
+        template.render(page=page, base=base, take=take, given=given, here=partial(_here, given)), status
+    )
+
+
+def _here(given: Sequence[tuple[str, str]], **changed: str | Sequence[str]) -> str:
+    """Returns the address of the same page with other values of some parameters; an empty one leaves it out.
+
+    It begins with the first row.
+    """
+    pairs = [pair for pair in given if pair[0] not in {"start", "cursor", *changed}]
+    for name, values in changed.items():
+        pairs += [(name, value) for value in ([values] if isinstance(values, str) else values) if value]
+    return f"?{urlencode(pairs)}"

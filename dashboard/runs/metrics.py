@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from treeckpt._runs.catalog import Status
+from treeckpt._runs.run_metrics import sum_nbytes
 
 from ..store.library import Library, Run
-from .summary import save_pace, sum_nbytes, summarize_run
+from .summary import save_pace, summarize_run
 from .usage import disk_of
 
 _STATUSES = get_args(Status)

@@ -11,14 +11,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, Status
+from treeckpt._runs.run_metrics import in_value_order
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start, shorten
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
+from .run_table import (
+    MAX_KNOWN,
+    MetricCell,
+    MetricColumn,
+    TableQuery,
+    known_metrics,
+    metric_cells,
+    metric_columns,
+    shown_columns,
+)
 from .summary import (
     ResumePanel,
     RunSummary,
@@ -34,6 +44,8 @@ from .summary import (
 
 SORTS = r"newest|oldest|-?(bytes|time|step|status)|-?metric:.{1,500}"
 """Orders of a list: by age, or by a column; with a minus, the largest first."""
+RUN_SORTS = r"-?(name|good|age|status|bytes|checkpoints|time)|-?(last|best):.{1,500}"
+"""Orders of the table of runs: by a column, or by the last or the best value of a metric; see SORTS."""
 StatusFilter = Literal["", Status]
 FIRST = 5
 """Checkpoints of each run in the answer about several runs."""
@@ -65,10 +77,8 @@ class RunPart(msgspec.Struct, frozen=True):
     good: CheckpointRow | None
     """The newest good checkpoint, as in `ResumePanel`."""
     pace: SavePace
-    metric: str | None
-    """The metric that stands for the run: its loss, or the first of `metrics`."""
-    value: float | str | None
-    """The newest value of that metric; "NaN", "Infinity" or "-Infinity" if it is not finite."""
+    values: list[MetricCell]
+    """The last and the best value of each metric that is a column of the table of runs."""
     durations: list[float]
     """Seconds that the newest DURATIONS complete saves took, oldest first."""
     saving: int
@@ -105,6 +115,15 @@ class RunsPage(msgspec.Struct, frozen=True):
     """Words that the name, the path or the state of a run must contain."""
     total: int
     """How many runs there are, whatever they are called."""
+    columns: list[MetricColumn]
+    """The metrics that have columns."""
+    known: list[str]
+    """The metrics that can be chosen, those of the most runs first; the first MAX_KNOWN."""
+    known_more: int
+    """How many more there are."""
+    sort: str
+    ticked: list[str]
+    """The runs that are ticked, among them those that are filtered out."""
     runs: list[RunPart]
 
 
@@ -150,20 +169,59 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     return "-".join(parts)
 
 
-def runs_page(library: Library, q: str = "") -> RunsPage:
-    """Returns the runs of whose name, path, state or metric every word of `q` is a part, with their newest checkpoints.
+def runs_page(library: Library, query: TableQuery | None = None) -> RunsPage:
+    """Returns the runs of whose name, path, state or metrics every word of `query.q` is a part, with their newest rows.
 
     A run whose newest good checkpoint is late has `late` in its state.
+
+    Raises:
+        KeepError: the query is not valid.
     """
-    count, words = PAGE_ROWS if len(library.runs) == 1 else FIRST, q.casefold().split()
+    query = query or TableQuery()
+    count, words = PAGE_ROWS if len(library.runs) == 1 else FIRST, query.q.casefold().split()
     library.start_scans(library.runs)
-    parts = [_run_part(library, run, ListQuery(), count)[0] for run in library.runs]
-    return RunsPage(q, len(parts), [part for part in parts if all(word in _text_of_run(part) for word in words)])
+    columns, known = metric_columns(library, query), known_metrics(library, library.runs)
+    parts = [_run_part(library, run, ListQuery(), count, columns)[0] for run in library.runs]
+    matching = [part for part in parts if all(word in _text_of_run(part) for word in words)]
+    return RunsPage(
+        q=query.q,
+        total=len(parts),
+        columns=shown_columns(columns, {part.id: part.values for part in matching}),
+        known=known[:MAX_KNOWN],
+        known_more=max(0, len(known) - MAX_KNOWN),
+        sort=query.sort,
+        ticked=[run.id for run in library.runs if run.id in query.run],
+        runs=_in_order(matching, columns, query.sort),
+    )
+
+
+_RUN_KEYS: dict[str, Callable[[RunPart], float | str | None]] = {
+    "name": attrgetter("name"),
+    "good": lambda part: part.good.step if part.good is not None else None,
+    "age": attrgetter("pace.age"),
+    "status": attrgetter("state"),
+    "bytes": attrgetter("nbytes"),
+    "checkpoints": attrgetter("complete"),
+    "time": lambda part: part.durations[-1] if part.durations else None,
+}
+
+
+def _in_order(parts: Sequence[RunPart], columns: Sequence[MetricColumn], sort: str) -> list[RunPart]:
+    """Returns the runs in an order; those without the value are last either way."""
+    if not sort:
+        return list(parts)
+    kind, _, metric = sort.removeprefix("-").partition(":")
+    values = [_RUN_KEYS[kind](part) for part in parts] if kind in _RUN_KEYS else [None] * len(parts)
+    for at, column in enumerate(columns):
+        if column.metric == metric and kind in ("last", "best"):
+            found = [getattr(part.values[at], kind) for part in parts]
+            values = [None if value is None else float(value) for value in found]
+    return [parts[at] for at in in_value_order(values, largest_first=sort.startswith("-"))]
 
 
 def _text_of_run(part: RunPart) -> str:
     state = (part.state or "").replace("_", " ")
-    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {part.metric or ''}".casefold()
+    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {' '.join(part.metrics)}".casefold()
 
 
 def _pace(summary: RunSummary) -> SavePace:
@@ -182,7 +240,9 @@ def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> R
     return RunPage(part, resume_panel(library, run, summary.resume, query.best))
 
 
-def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple[RunPart, RunSummary]:
+def _run_part(
+    library: Library, run: Run, query: ListQuery, count: int, columns: Sequence[MetricColumn] = ()
+) -> tuple[RunPart, RunSummary]:
     listed, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
     summary = summarize_run(run, listed, policies, choice_of(query.best))
@@ -202,8 +262,7 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         newest_step=summary.newest,
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
-        metric=shorten(summary.metric) if summary.metric is not None else None,
-        value=json_number(summary.value),
+        values=metric_cells(run, listed, columns),
         scan=watch.progress,
         keep=keep_text(policies),
         goes=len(summary.gone),

@@ -14,11 +14,12 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
 from ..pages.answers import PageRouter
 from ..store.library import Library, Run
-from . import live, model, usage
+from . import live, model, overlay, usage
 from .finder import find_page
 from .first_nan import NanPage, get_first_nan
 from .metrics import metrics_text
-from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
+from .model import RUN_SORTS, SORTS, ListQuery, RunPage, RunsPage, StatusFilter
+from .run_table import TableQuery
 
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
@@ -33,6 +34,14 @@ router = PageRouter(
 )
 NAME = Query(max_length=500, description="words of the name, the path or the state of a run")
 WORDS = Query(max_length=500, description="words to find, and conditions as `loss<2.5`")
+COLUMNS = {
+    "metric": Query(max_length=100, description="the metrics that have columns"),
+    "best": Query(max_length=100, description="which way a metric is better, as `loss:min` or `accuracy:max`"),
+    "run": Query(max_length=1000, description="the ids of runs: those that are ticked, or drawn"),
+}
+"""The limits of what the table of runs and the overlay are asked for."""
+NONE: list[str] = []
+"""The values of a parameter that may be given several times, where it is not."""
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
@@ -59,14 +68,22 @@ def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
     request.state.etag = tag
 
 
-def get_runs(request: Request, library: Library, q: str = "") -> RunsPage | Response:
+def get_runs(
+    request: Request,
+    library: Library,
+    q: str = "",
+    metric: list[str] = NONE,
+    best: list[str] = NONE,
+    sort: str = "",
+    run: list[str] = NONE,
+) -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library.runs
     if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
         query = request.url.query
         return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
     _check_tag(request, library, runs)
-    return model.runs_page(library, q)
+    return model.runs_page(library, TableQuery(q, metric, best, sort, run))
 
 
 def get_run(
@@ -86,15 +103,54 @@ def get_run(
     return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, best=best, keep=keep))
 
 
+def get_overlay(
+    library: Library, run: list[str] = NONE, metric: list[str] = NONE, best: list[str] = NONE, start: int = 0
+) -> overlay.OverlayPage:
+    """Metrics of several runs: the last and the best value of each run, and every save by step."""
+    return overlay.overlay_page(library, TableQuery(metric=metric, best=best, run=run), start)
+
+
+def get_overlay_lines(
+    library: Library,
+    run: list[str] = NONE,
+    metric: list[str] = NONE,
+    low: int = -overlay.MAX_STEP,
+    high: int = overlay.MAX_STEP,
+) -> overlay.OverlayLines:
+    """Metrics of several runs between two steps, as lines of few enough points to be drawn."""
+    return overlay.overlay_lines(library, TableQuery(metric=metric, run=run), low=low, high=high)
+
+
 def show_metrics(library: Library) -> PlainTextResponse:
     """The figures of all runs for Prometheus."""
     return PlainTextResponse(metrics_text(library), media_type="text/plain; version=0.0.4")
 
 
-router.get("/runs", get_runs, "runs.html", page="/", table="runs", result_type=RunsPage, q=NAME)
+router.get(
+    "/runs",
+    get_runs,
+    "runs.html",
+    page="/",
+    table="runs",
+    result_type=RunsPage,
+    q=NAME,
+    sort=Query(
+        pattern=f"^({RUN_SORTS})?$",
+        description="name, good, age, status, bytes, checkpoints, time, last:METRIC or best:METRIC; - reverses",
+    ),
+    **COLUMNS,
+)
 router.get("/find", find_page, at=PLACE)
 router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
 router.get("/runs/{run_id}/first-nan", get_first_nan, "first_nan.html", result_type=NanPage)
+router.get("/overlay", get_overlay, "overlay.html", table="rows", **COLUMNS)
+router.get(
+    "/overlay/lines",
+    get_overlay_lines,
+    **COLUMNS,
+    low=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the first step"),
+    high=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the last step"),
+)
 router.get("/live", live.live_page, "live.html")
 router.get("/usage", usage.usage_page, "usage.html", table="runs")
 router.show("/metrics", show_metrics)

@@ -16,9 +16,10 @@ import msgspec
 
 from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
+from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric, sum_nbytes
 from treeckpt._runs.run_state import status_of_run
 from treeckpt.errors import visible
-from treeckpt.policy import Best, Policy, kept, parse_keep
+from treeckpt.policy import Best, KeepError, Policy, kept, parse_keep
 
 from ..pages.checkpoints import (
     CheckpointRow,
@@ -33,8 +34,6 @@ from ..store.library import LastResult, Library, Listed, Run
 
 COLUMNS = 4
 """Metrics that have a column in a list of checkpoints."""
-MAX_NAME = 200
-"""Characters of the name of a metric that has a column."""
 _CONDITION = re.compile(r"(.+?)(<=|>=|<|>|=)([-+]?(?:[0-9.]+(?:e[-+]?[0-9]+)?|inf|nan))")
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<=": lambda a, b: a <= b,
@@ -62,7 +61,7 @@ DURATIONS = 40
 
 def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
     """Returns the metrics that have columns: those that policies name, then those that most checkpoints have."""
-    counts = Counter(name for info in infos for name in info.metrics if len(name) <= MAX_NAME)
+    counts = metrics_among(infos)
     named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in counts]
     return list(dict.fromkeys([*named, *(name for name, _ in counts.most_common(COLUMNS))]))[:COLUMNS]
 
@@ -230,10 +229,8 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None
         elif not good and reason != _NO_CHECKPOINT:
             passed_over.append(PassedOver(checkpoint_id, visible(info.name), info.step, reason))
     rating = chosen or next((one for one in policies if isinstance(one, Best)), None)
-    best = None
-    if rating is not None and (rated := [pair for pair in good if metric_value(pair[1], rating.metric) is not None]):
-        pick = min if rating.mode == "min" else max
-        best = pick(rated, key=lambda pair: pair[1].metrics[rating.metric])  # of equal ones the newest
+    rated = best_checkpoint((info for _, info in good), rating) if rating is not None else None
+    best = next((pair for pair in good if pair[1] is rated), None)
     infos = [info for _, info in listed]
     return ResumeFacts(
         newest=good[0] if good else None,
@@ -377,14 +374,10 @@ def choice_of(text: str) -> Best | None:
     """
     if not text:
         return None
-    [policy] = parse_keep(f"best:{text}")
-    assert isinstance(policy, Best), "the text begins so"
-    return policy
-
-
-def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
-    """Adds up the bytes that the files of checkpoints take."""
-    return sum(info.disk_nbytes or 0 for info in infos)
+    metric, mode = parse_metric(text)
+    if mode is None:
+        raise KeepError(f"{text[:60]!r} names no direction: {text[:60]}:min or {text[:60]}:max")
+    return Best(metric, mode=mode)
 
 
 def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
@@ -416,9 +409,6 @@ class RunSummary(msgspec.Struct, frozen=True):
     """What the values of checkpoints are, by the names of checkpoint and metric: see `best_marks`."""
     branches: dict[str, tuple[int | None, bool]]
     """The step that each checkpoint follows, and whether a branch begins between them, by its name."""
-    metric: str | None
-    value: float | None
-    """The newest value of `metric`."""
     durations: list[float]
     resume: ResumeFacts
 
@@ -442,8 +432,6 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None
     metrics = metric_names(infos, policies)
     gone = {info.name: info.disk_nbytes or 0 for info in decided if info.name not in reasons}
     complete = [info for info in infos if info.files == "complete" and not info.abandoned]
-    metric = first_metric(metrics)
-    values = (info.metrics[metric] for info in complete if metric is not None and metric in info.metrics)
     return RunSummary(
         complete=statuses["complete"],
         intact=sum(info.intact for info in infos),
@@ -459,8 +447,6 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None
         metrics=metrics,
         best=best_marks(infos, metrics, policies),
         branches=_branches(infos),
-        metric=metric,
-        value=next(values, None),
         # The list of checkpoints begins with the newest, the line that is drawn with the oldest.
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
         resume=resume_facts(listed, policies, chosen),

@@ -10,13 +10,14 @@ import msgspec
 from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.run import RunDirectory
+from treeckpt._runs.run_metrics import sum_nbytes
 from treeckpt.errors import TreeckptError, visible
 from treeckpt.policy import All, Policy, keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
-from .summary import policies_of, reasons_of, sum_nbytes
+from .summary import policies_of, reasons_of
 
 DAY_NS = 86_400 * 10**9
 

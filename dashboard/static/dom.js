@@ -54,15 +54,25 @@ const answers = /** @type {{ answers?: Record<string, any> }} */ (globalThis).an
 export const isReport = answers !== undefined;
 
 /**
+ * Adds parameters to those of an address; empty values are left out.
+ * @param {URLSearchParams} parameters
+ * @param {Record<string, string | number | string[] | null | undefined>} values several of one name are a list
+ */
+function addParameters(parameters, values) {
+  for (const [name, value] of Object.entries(values))
+    for (const one of Array.isArray(value) ? value : [value ?? ""])
+      if (one !== "") parameters.append(name, String(one));
+}
+
+/**
  * Requests the JSON of one API address.
  * @param {string} path
- * @param {Record<string, string | number | null | undefined>} [query]
+ * @param {Record<string, string | number | string[] | null | undefined>} [query]
  * @param {AbortSignal} [signal]
  */
 export async function api(path, query = {}, signal) {
   const parameters = new URLSearchParams();
-  for (const [key, value] of Object.entries(query))
-    if (value !== null && value !== undefined && value !== "") parameters.set(key, String(value));
+  addParameters(parameters, query);
   const text = parameters.toString();
   const address = `${path}${text ? `?${text}` : ""}`;
   if (answers) return answers[address];
@@ -97,6 +107,9 @@ export function secondsText(seconds) {
   return seconds >= 1e-3 || seconds === 0 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds * 1e6)} µs`;
 }
 
+/** A Unix time to the second. @param {number} seconds */
+export const clockText = (seconds) => `${new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC`;
+
 /** @param {number} n */
 export const numberText = (n) => n.toLocaleString("en");
 
@@ -108,15 +121,13 @@ export const recalled = (name) => new URLSearchParams(location.search).get(name)
 
 /**
  * Writes the state of the view into the address, so that it can be sent to somebody.
- * @param {Record<string, string | number | null | undefined>} state empty values are left out
+ * @param {Record<string, string | number | string[] | null | undefined>} state empty values are left out
  */
 export function remember(state) {
   if (isReport) return;
   const address = new URL(location.href);
-  for (const [name, value] of Object.entries(state)) {
-    if (value === null || value === undefined || value === "") address.searchParams.delete(name);
-    else address.searchParams.set(name, String(value));
-  }
+  for (const name of Object.keys(state)) address.searchParams.delete(name);
+  addParameters(address.searchParams, state);
   history.replaceState(history.state, "", address);
 }
 

@@ -42,6 +42,8 @@ function tell(text) {
 function showButton() {
   button?.toggleAttribute("hidden", false);
   button?.setAttribute("aria-pressed", String(following));
+  const about = /** @type {HTMLElement | null} */ (document.querySelector("#follow-about"));
+  if (about) about.textContent = (following ? about.dataset.on : about.dataset.off) ?? "";
 }
 
 button?.addEventListener("click", () => {

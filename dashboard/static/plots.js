@@ -214,7 +214,7 @@ function drawMarks(u, { steps, marks }) {
 
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
-  const paint = () => colour(line.faint ? "--dim" : line.colour);
+  const paint = () => colour(line.colour);
   return {
     label: line.label,
     stroke: paint,

@@ -175,8 +175,11 @@ function render() {
     else sizer.insertBefore(line, next);
   }
   const at = current ? numberOf(current) : -1;
-  if (current && at >= first && at < last) holder.setAttribute("aria-activedescendant", `row-${at}`);
-  else holder.removeAttribute("aria-activedescendant");
+  const shown = current && at >= first && at < last;
+  for (const element of [holder, input]) {
+    if (shown) element.setAttribute("aria-activedescendant", `row-${at}`);
+    else element.removeAttribute("aria-activedescendant");
+  }
 }
 
 /** @param {Item} item @param {boolean} [scroll] */
@@ -194,9 +197,15 @@ function pick(item, scroll = true) {
   render();
 }
 
+/** Keys of the search: arrows move in what was found, Enter opens it. @param {KeyboardEvent} event */
+function searchKeys(event) {
+  if (["ArrowDown", "ArrowUp", "PageDown", "PageUp"].includes(event.key) || (event.key === "Enter" && current))
+    keys(event);
+}
+
 /** @param {KeyboardEvent} event */
 function keys(event) {
-  if (event.altKey || event.ctrlKey || event.metaKey || !root.total) return;
+  if (event.altKey || event.ctrlKey || event.metaKey || !root?.total) return;
   const at = current ? numberOf(current) : -1;
   const full = Math.max(1, Math.floor(holder.clientHeight / rowHeight()) - 1);
   const steps = {
@@ -393,6 +402,15 @@ document.addEventListener("keydown", (event) => {
   }
 });
 holder.addEventListener("keydown", keys);
+input.addEventListener("keydown", searchKeys);
+for (const [name, value] of Object.entries({
+  role: "combobox",
+  "aria-controls": holder.id,
+  "aria-haspopup": "tree",
+  "aria-expanded": "true",
+  "aria-autocomplete": "list",
+}))
+  input.setAttribute(name, value);
 holder.addEventListener("focus", () => {
   if (!current && root?.total) pick(itemBelow(root, 0), false);
 });

@@ -1,6 +1,6 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
-import { api, base, buttonGroup, bytesText, countText, figure, find, numberText } from "./dom.js";
+import { api, base, buttonGroup, bytesText, clockText, countText, figure, find, numberText } from "./dom.js";
 import { reason, recalled, remember, secondsText } from "./dom.js";
 import { binText, rankHeat } from "./rank_heat.js";
 import { nameLines, stepChart } from "./plots.js";
@@ -89,9 +89,6 @@ function textOf(data, charts, at) {
   return [step, ...branch, ...saved, ...parts.filter((part) => part !== null)].join(" · ");
 }
 
-/** A Unix time to the second. @param {number} seconds */
-const clockText = (seconds) => `${new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC`;
-
 /**
  * Where each save is on the horizontal axis, null for one whose time is not known.
  * @param {{ step: number[], created: (number | null)[] }} saves
@@ -137,6 +134,7 @@ function byBranch(data, order, lines) {
   return lines.flatMap((line) =>
     Array.from({ length: branches + 1 }, (_, n) => branches - n).map((branch) => ({
       ...line,
+      colour: branch > 0 ? "--dim" : line.colour,
       faint: branch > 0,
       values: order.map((n) => (data.branch[n] === branch ? line.values[n] : undefined)),
     })),

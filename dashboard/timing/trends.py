@@ -20,10 +20,9 @@ import msgspec
 import numpy as np
 
 from treeckpt._core.text import json_number
-from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import visible
 
-from ..pages.checkpoints import lineage_branches, next_start
+from ..pages.checkpoints import branch_numbers, next_start, saves_in_order, unix_time
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.reduced_timings import OTHER, ReducedTimings
 from ..store.watch import ScanProgress
@@ -146,11 +145,6 @@ def _integers(values: np.ndarray) -> list[list[int]]:
     return np.nan_to_num(np.minimum(values, 1e9), nan=-1.0).round().astype(np.int64).tolist()
 
 
-def unix_time(created_ns: int | None) -> float | None:
-    """Returns a Unix time in seconds, None for one that is not known, or beyond what a chart can draw."""
-    return created_ns / 1e9 if created_ns is not None and abs(created_ns) < MAX_STEP else None
-
-
 class TrendsPage(msgspec.Struct, frozen=True):
     """The saves of a run in columns, in the order of saving; the rows from `start` to `next` are also a table."""
 
@@ -238,8 +232,7 @@ class TrendTables:
 
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
-    complete = [(i, c) for i, c in listed if c.files == "complete" and c.step is not None]
-    complete.sort(key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
+    complete = saves_in_order(listed)
     ids, infos = [checkpoint_id for checkpoint_id, _ in complete], [info for _, info in complete]
     reduced = [library.reduced_timings(run, info) for info in infos]
     timed = [
@@ -259,7 +252,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
         ids=ids,
         step=[info.step or 0 for info in infos],
         created=[unix_time(info.created_ns) for info in infos],
-        branch=_branch_numbers(infos),
+        branch=branch_numbers(infos),
         seconds=[info.seconds for info in infos],
         blocked=[info.blocked_seconds for info in infos],
         nbytes=[info.nbytes or 0 for info in infos],
@@ -276,14 +269,6 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
         next=None,
     )
     return RunTrends(page, timed)
-
-
-def _branch_numbers(infos: Sequence[CheckpointInfo]) -> list[int]:
-    """Returns the number of the branch of each checkpoint: 0 for the present one, then the newest abandoned one."""
-    branches = lineage_branches(infos)
-    abandoned = [branch for branch in reversed(branches) if branch[-1].abandoned]
-    numbers = {info.name: n for n, branch in enumerate(abandoned, 1) for info in branch if info.abandoned}
-    return [numbers.get(info.name, 0) for info in infos]
 
 
 def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:

@@ -429,12 +429,17 @@ def test_diff_names_what_differs_beside_the_leaves(cli, tmp_path):
     tc.save(tmp_path / "b", tree, custom_metadata={"commit": "2e", "x": 1}, files={"t.json": b"2", "same": b"s"})
     tc.save(tmp_path / "c", {"w": [np.zeros(3)]}, custom_metadata={"commit": "1f", "x": 1})
     for more in ((), ("--values",)):
-        last = cli("diff", *more, tmp_path / "a", tmp_path / "b").splitlines()[-1]
-        assert last == "beside the leaves these differ: custom metadata commit, sidecar file t.json"
+        head, commit, file, *_ = cli("diff", *more, tmp_path / "a", tmp_path / "b").splitlines()
+        assert head.split() == ["what", "beside", "the", "leaves", "before", "after"]
+        assert commit.split() == ["changed", "custom", "metadata", "commit", "'1f'", "'2e'"]
+        assert file.startswith("changed  sidecar file t.json") and file.count("1 B, xxh3 ") == 2
         found = json.loads(cli("diff", "--json", *more, tmp_path / "a", tmp_path / "b"))
         assert found["changes"] == [] and found["also"] == ["custom metadata commit", "sidecar file t.json"]
-        last = cli("diff", *more, tmp_path / "a", tmp_path / "c").splitlines()[-1]
-        assert last.startswith("beside the leaves these differ: sidecar file same, sidecar file t.json, containers,")
+        _, *lines = cli("diff", *more, tmp_path / "a", tmp_path / "c").splitlines()
+        assert [line.split("  ")[:2] for line in lines[:2]] == [
+            ["removed", "sidecar file same"], ["removed", "sidecar file t.json"],
+        ]  # fmt: skip
+        assert lines[2].startswith("changed  containers, by kind")
         assert "beside" not in cli("diff", *more, tmp_path / "a", tmp_path / "a")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.samples import MESH, gpt_state, write_checkpoint
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
+from treeckpt._core.tree.value_codec import encode_value
 from treeckpt._inspect.diff import Added, Changed, Moved, Removed, diff
 from treeckpt._loading.run_load import inspect as read_index
 
@@ -39,6 +40,22 @@ def test_metadata_sidecar_files_and_containers_that_differ_are_named(indexes, tm
     assert diff(a, b).also == ("custom metadata commit", "sidecar file t")
     c, d = indexes({"w": [1, 2]}, {"w": (1, 2)})
     assert diff(c, d).also == ("containers, by kind or by the order of keys",)
+
+
+def test_what_is_beside_the_leaves_is_told_before_and_after_with_entries_of_dicts_apart(tmp_path):
+    for name, lr, world in (("a", 0.1, 4), ("b", 0.2, 8)):
+        own = {"b": 1} if name == "b" else {"a": True}
+        config = encode_value({"optimizer": {"lr": lr}, "n": 1}, "")
+        metadata = {"config": config, "metrics": encode_value(own, ""), "seed": 1.0 if lr > 0.1 else 1}
+        write_checkpoint(tmp_path / name, tree(), metadata=metadata, world=world)
+    a, b = read_index(tmp_path / "a"), read_index(tmp_path / "b")
+    rows = {row.name: (row.what, row.before, row.after) for row in diff(a, b).beside}
+    metadata = {name.removeprefix("custom metadata "): row for name, row in rows.items() if "metadata" in name}
+    assert rows["ranks"] == ("changed", "4", "8") and metadata == {
+        "config/optimizer/lr": ("changed", "0.1", "0.2"), "metrics/a": ("removed", "True", ""),
+        "metrics/b": ("added", "", "1"), "seed": ("changed", "1", "1.0"), "config/n": ("same", "1", "1"),
+    }  # fmt: skip
+    assert [row.what for row in diff(a, b).beside][-1] == "same" and diff(a, a).also == ()
 
 
 def test_versions_of_modules_that_differ_are_named_by_the_state_dict_that_has_them(indexes):

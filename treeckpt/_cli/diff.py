@@ -55,12 +55,16 @@ def _diff(options: argparse.Namespace) -> int:
             "changes": differences.changes,
             "same": differences.same,
             "also": differences.also,
+            "beside": differences.beside,
         }
         if values is not None:
             compared["values"] = [_json_of(change) for change in values]
             compared["equal_by"] = "recorded checksums" if summed else "bytes"
         print_json(compared)
         return 0
+    if beside := [(one.what, one.name, one.before, one.after) for one in differences.beside if one.what != "same"]:
+        print_table(("what", "beside the leaves", "before", "after"), beside)
+        print_line("")
     rows = _diff_rows(differences) + [(_content_of(v), v.path, "", _delta_text(v)) for v in values or ()]
     print_table(("what", "path", "before", "after"), rows) if rows else None
     counts = Counter(row[0] for row in rows)
@@ -69,8 +73,6 @@ def _diff(options: argparse.Namespace) -> int:
     how = _NOT_COMPARED if values is None else _BY_CHECKSUMS if summed else _BY_BYTES
     parts = [f"{n} {what}" for what, n in counts.most_common()] + [f"{count_text(alike, 'leaf', 'leaves')} alike"]
     print_line(f"{', '.join(parts)} ({how})", "dim")
-    if differences.also:
-        print_line(f"beside the leaves these differ: {', '.join(differences.also)}", "yellow")
     return 0
 
 

@@ -28,13 +28,23 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import CheckpointInfo, id_of, with_verification
+from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
 from .._runs.run import RunDirectory, loadable_text
+from .._runs.run_metrics import (
+    MetricValue,
+    RunMetric,
+    in_value_order,
+    is_good,
+    parse_metric,
+    run_metric,
+    sum_nbytes,
+)
+from .._runs.run_state import status_of_run
 from .._runs.verification import VerificationStore, cache_directory
-from ..errors import CheckpointError, CheckpointNotFound, TreeckptError
+from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
 
@@ -72,9 +82,19 @@ def add_ls(commands: Commands) -> None:
     assert ls.description is not None, "each command has one"
     ls.description += f"\n\n{_COLUMNS}"
     ls.add_argument("runs", metavar="RUN", nargs="+")
+    ls.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="METRIC[:min|max]",
+        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
+        "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
+    if options.metric:
+        return _ls_metrics(options)
     listed: list[CheckpointInfo] = []
     runs: dict[str, int] = {}
     others: dict[str, tuple[str, str]] = {}
@@ -109,6 +129,87 @@ def _ls(options: argparse.Namespace) -> int:
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
     return 0
+
+
+class RunRow(msgspec.Struct, frozen=True):
+    """One run of `ls --metric`."""
+
+    run: str
+    status: Status | None
+    """What `status_of_run` says; None without a directory."""
+    complete: int
+    """Complete checkpoints."""
+    nbytes: int
+    """Bytes of all files of its checkpoints."""
+    newest: CheckpointInfo | None
+    """The newest good checkpoint."""
+    metrics: tuple[RunMetric, ...]
+
+
+def _ls_metrics(options: argparse.Namespace) -> int:
+    """Lists runs by the metrics that were saved with their checkpoints."""
+    asked, known = list(map(parse_metric, options.metric)), VerificationStore(cache_directory())
+    rows: list[RunRow] = []
+    for run in options.runs:
+        with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
+            infos = discovery.scan(run, on_read=count)
+            if not infos and (problem := no_such_run(run)):
+                return usage_error(problem)
+            below = _runs_among(infos)
+            found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
+        for path, listed in found.items():
+            listed = [with_verification(info, open_store(info.path), known) for info in listed]
+            newest = next(filter(is_good, listed), None)
+            metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
+            complete = sum(info.status == "complete" for info in listed)
+            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+    best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
+    if best is not None:
+        values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
+        rows = [rows[at] for at in in_value_order(values, largest_first=asked[best][1] == "max")]
+    if options.json:
+        print_json([_json_of_run(row) for row in rows])
+    else:
+        columns = _metric_columns(rows)
+        print_table(
+            list(columns),
+            list(zip(*columns.values(), strict=True)),
+            right=[name for name in columns if name not in ("run", "status")],
+        )
+    return 0
+
+
+def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    columns = {
+        "run": [visible(row.run) for row in rows],
+        "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "complete": [f"{row.complete}" for row in rows],
+        "size": [bytes_text(row.nbytes) for row in rows],
+        "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
+    }
+    for at, metric in enumerate(rows[0].metrics if rows else ()):
+        name = visible(metric.metric)
+        columns[name] = [_value_text(row.metrics[at].last) for row in rows]
+        if metric.mode is not None:
+            ways = {"min": "lowest", "max": "highest"}
+            columns[f"{ways[metric.mode]} {name}"] = [_value_text(row.metrics[at].best) for row in rows]
+    return columns
+
+
+def _value_text(found: MetricValue | None) -> str:
+    return "-" if found is None else f"{found.value:.6g} at {id_of(found.info)}"
+
+
+def _json_of_run(row: RunRow) -> Mapping[str, object]:
+    def value(found: MetricValue | None) -> Mapping[str, object] | None:
+        return None if found is None else {"value": json_number(found.value), "step": id_of(found.info)}
+
+    metrics = [
+        {"metric": one.metric, "mode": one.mode, "last": value(one.last), "best": value(one.best)}
+        for one in row.metrics
+    ]
+    newest = None if row.newest is None else id_of(row.newest)
+    return msgspec.structs.asdict(row) | {"newest": newest, "metrics": metrics}
 
 
 def _json_of(info: CheckpointInfo) -> Mapping[str, object]:

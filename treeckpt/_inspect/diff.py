@@ -1,8 +1,8 @@
 """Compares two checkpoints by their indexes, and by the checksums of their blocks; no array is read.
 
-Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves; beside them custom metadata,
-sidecar files and containers, which are only named. A leaf that is missing on one side and an equal one that is new on
-the other are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
+Leaves are compared by path: kind, shape, dtype, layout, and the values of Python leaves; beside them ranks and meshes,
+custom metadata, sidecar files and containers. A leaf that is missing on one side and an equal one that is new on the
+other are reported as moved where exactly one partner fits: the one that shares the longest end of the path.
 
 The contents of arrays are in the shards, not in the index: `comparable` lists the arrays that can be compared, and
 `compare_checksums` compares two of them by the checksums in the shards' headers, chunk by chunk. Where two chunks have
@@ -14,7 +14,7 @@ neighbours share) the result is unknown, and only `treeckpt._loading.compare`, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
@@ -34,14 +34,20 @@ from .._core.format.records import (
     ValueRecord,
 )
 from .._core.sharding.int_runs import length_of
+from .._core.sharding.placements import Mesh, MeshLayout
 from .._core.sharding.region import Region
-from .._core.text import blob_text, count_text, layout_text, region_text, shape_text, value_text, value_type
+from .._core.text import blob_text, bytes_text, count_text, layout_text, region_text, shape_text, value_text, value_type
 from .._core.tree.structure import OrderedDictNode, Structure, containers_of
+from .._core.tree.value_codec import TypedValue, Value
 
 Aspect = Literal["kind", "shape", "dtype", "layout", "value"]
 
 MAX_CHUNKS = 10_000
 """Explicit pieces of one array that are compared."""
+MAX_DEPTH = 8
+"""Dicts in dicts of custom metadata whose entries are compared one by one."""
+MAX_VALUE_TEXT = 500
+"""Characters of the text of a value of custom metadata."""
 _KINDS = {
     AliasRecord: "tie",
     ValueRecord: "value",
@@ -86,13 +92,29 @@ class Changed(msgspec.Struct, frozen=True, tag="differs"):
 Change = Added | Removed | Moved | Changed
 
 
+class BesideLeaves(msgspec.Struct, frozen=True):
+    """Something that was saved beside the leaves, before and after."""
+
+    name: str
+    """As `custom metadata note`; an entry of a dict has the keys that lead to it."""
+    what: Literal["changed", "added", "removed", "same"]
+    before: str
+    """The value as text; empty where there is none, and of containers, which are only named."""
+    after: str
+
+
 class Diff(msgspec.Struct, frozen=True):
     """Every difference by path, and the number of equal leaves."""
 
     changes: tuple[Change, ...]
     same: int
-    also: tuple[str, ...] = ()
-    """What differs beside the leaves: custom metadata and sidecar files by name, and containers."""
+    beside: tuple[BesideLeaves, ...] = ()
+    """Ranks, meshes, custom metadata and sidecar files by name, and containers that differ; the same ones last."""
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The names of what differs beside the leaves."""
+        return tuple(one.name for one in self.beside if one.what != "same")
 
     def count(self, what: str) -> int:
         """Counts the changes of a kind: "added", "removed", "moved", or an aspect."""
@@ -120,17 +142,53 @@ def diff(a: Index, b: Index) -> Diff:
     return Diff(tuple(in_order), same, tuple(_beside_leaves(a, b)))
 
 
-def _beside_leaves(a: Index, b: Index) -> list[str]:
-    metadata = [{name: msgspec.json.encode(value) for name, value in index.metadata.items()} for index in (a, b)]
-    files = [{one.name: one.xxh3 for one in index.sidecars} for index in (a, b)]
-    names = [f"custom metadata {name}" for name in _different(*metadata)]
-    names += [f"sidecar file {name}" for name in _different(*files)]
+def _beside_leaves(a: Index, b: Index) -> list[BesideLeaves]:
+    before, after = _named_values(a), _named_values(b)
+    rows = [_beside(name, before.get(name), after.get(name)) for name in dict.fromkeys([*before, *after])]
+    # a change of the metadata of module versions or of containers shows only where the leaves are the same
     if a.by_path.keys() == b.by_path.keys() and a.world == b.world and a.structure != b.structure:
         noted = [_attributes(index) for index in (a, b)]
-        names += [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
+        names = [f"versions of modules or other attributes of {path or '<root>'}" for path in _different(*noted)]
         bare = [_without_attributes(index.structure) for index in (a, b)]
         names += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
-    return names
+        rows += [BesideLeaves(name, "changed", "", "") for name in names]
+    return sorted(rows, key=lambda row: row.what == "same")
+
+
+def _named_values(index: Index) -> dict[str, tuple[bytes, str]]:
+    """Returns what was saved beside the leaves by name: what is equal for equal values, and a text."""
+    meshes = dict.fromkeys(_mesh_text(layout.mesh) for layout in index.layouts if isinstance(layout, MeshLayout))
+    values = {"ranks": (str(index.world).encode(), f"{index.world}")}
+    if meshes:
+        text = ", ".join(meshes)
+        values["meshes of arrays"] = (text.encode(), text)
+    for name, value in sorted(index.metadata.items()):
+        values |= {f"custom metadata {key}": found for key, found in _entries(name, value)}
+    for one in sorted(index.sidecars, key=lambda one: one.name):
+        values[f"sidecar file {one.name}"] = (one.xxh3.encode(), f"{bytes_text(one.nbytes)}, xxh3 {one.xxh3}")
+    return values
+
+
+def _entries(name: str, value: Value, depth: int = 0) -> Iterator[tuple[str, tuple[bytes, str]]]:
+    """Gives the entries of dicts with texts as keys one by one, and every other value as a whole."""
+    items = value.items if isinstance(value, TypedValue) and value.kind == "dict" else ()
+    keys = items[::2]
+    if items and depth < MAX_DEPTH and all(isinstance(key, str) for key in keys):
+        for key, one in zip(keys, items[1::2], strict=True):
+            yield from _entries(f"{name}/{key}", one, depth + 1)
+    else:
+        yield name, (msgspec.json.encode(value), value_text(value, MAX_VALUE_TEXT))
+
+
+def _beside(name: str, before: tuple[bytes, str] | None, after: tuple[bytes, str] | None) -> BesideLeaves:
+    what = "added" if before is None else "removed" if after is None else "same" if before[0] == after[0] else "changed"
+    return BesideLeaves(name, what, before[1] if before else "", after[1] if after else "")
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    if not mesh.names:
+        return shape_text(mesh.shape)
+    return " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.shape, strict=True))
 
 
 def _attributes(index: Index) -> dict[str, object]:

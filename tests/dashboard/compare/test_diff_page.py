@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.large import write_many
 from tests.helpers.samples import write_checkpoint
 from treeckpt_dashboard.compare.diff import MAX_READ
 
@@ -60,11 +61,19 @@ def test_what_differs_beside_the_leaves_is_named(serve, tmp_path):
     [run] = client.get("/api/v1/runs").json()["runs"]
     b, a = (c["id"] for c in run["checkpoints"])
     found = client.get("/api/v1/diff", params={"a": a, "b": b}).json()
-    assert (found["also"][0], len(found["also"]), found["more"]) == ("custom metadata 000", 100, 1)
+    first = {"name": "custom metadata 000", "what": "changed", "before": "1", "after": "2"}
+    assert (found["beside"][0], len(found["beside"]), found["beside_differ"], found["beside_more"]) == (
+        first,
+        100,
+        101,
+        2,
+    )
     html = client.get("/diff", params={"a": a, "b": b}).text
-    assert "Beside the leaves these differ: custom metadata 000, " in html and "and 1 more." in html
+    assert "101 of 102 differ" in html and "and 2 more, which" in html
+    assert '<span class="what changed">changed</span></td><th scope="row">custom metadata 000</th>' in html
     same = client.get("/api/v1/diff", params={"a": a, "b": a}).json()
-    assert same["also"] == [] and "Beside" not in client.get("/diff", params={"a": a, "b": a}).text
+    assert same["beside_differ"] == 0 and {row["what"] for row in same["beside"]} == {"same"}
+    assert "nothing differs" in client.get("/diff", params={"a": a, "b": a}).text
 
 
 def test_rows_can_be_filtered_by_kind_and_by_words(asked):
@@ -105,6 +114,48 @@ def test_one_side_alone_is_compared_with_the_step_before(asked, serve, two):
     assert "Compare two checkpoints" in client.get(f"/diff?b={oldest}").text
     text = asked("/diff").text
     assert "&lt;b&gt;" in text and "<b>" not in text
+
+
+def test_any_two_steps_are_compared_by_their_numbers_and_the_nearest_ones_are_named(serve, tmp_path):
+    runs = [write_many(tmp_path / name, 300) for name in ("one", "two")]
+    client = serve(*runs)
+    one, two = client.get("/api/v1/runs").json()["runs"]
+    for watch in client.app.state.library.watches.values():
+        watch.refresh(wait=300)
+
+    def typed(a, b, run=one):
+        return client.get("/diff", params={"run_a": one["id"], "step_a": a, "run_b": run["id"], "step_b": b})
+
+    for a, b in (("1,700", "29900"), ("step_00001700", "step 29_900")):
+        found = typed(a, b)
+        assert "From step 1,700 to step 29,900" in found.text and found.url.params.keys() == {"a", "b"}
+    assert "From step 300 of one to step 400 of two" in typed("300", "400", two).text
+    text = typed("1750", "x").text
+    assert "one has no step 1,750 that can be compared. The nearest are" in text
+    assert 'name="step_a" value="1700"' in text and 'name="step_a" value="1800"' in text
+    assert "one has no checkpoint &#39;x&#39;. The newest are" in text and 'value="30000"' in text
+    assert 'name="step_a" value="30000"' in typed("99999999", "100").text, "beyond the last there is one nearest step"
+    assert typed("9" * 30, "100").status_code == 200 and typed("1", "1", {"id": "none"}).status_code == 404
+
+
+def test_two_rows_that_are_ticked_are_compared_and_the_one_saved_first_is_before(serve, two):
+    client = serve(two)
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    newest, oldest = (c["id"] for c in run["checkpoints"])
+    for pick in ([newest, oldest], [oldest, newest]):
+        form = {"run_a": run["id"], "run_b": run["id"], "step_a": "", "step_b": "", "pick": pick}
+        assert "From step 1 to step 2" in client.get("/diff", params=form).text
+    alone = client.get("/diff", params={"run_a": run["id"], "run_b": run["id"], "pick": [oldest]}).text
+    assert "Two checkpoints are compared, and 1 is ticked." in alone and 'name="step_b" value="1"' in alone
+    text = client.get(f"/runs/{run['id']}?pick={oldest}&sort=oldest&q=000002").text
+    assert f'<input type="hidden" form="ticks" name="pick" value="{oldest}">' in text, "it is filtered out"
+    assert text.count(f"&amp;pick={oldest}") > 3, "the links to other orders and pages keep the ticks"
+
+
+def test_the_tabs_of_the_checkpoint_stay_and_name_the_page(asked):
+    text = asked("/diff").text
+    tabs = text.partition('aria-label="Parts of the checkpoint"')[2].partition("</nav>")[0]
+    assert ">Tree</a>" in tabs and 'aria-current="page">Diff</a>' in tabs and tabs.count("aria-current") == 1
 
 
 def test_what_cannot_be_browsed_cannot_be_compared_and_damage_is_said(client, ids, tmp_path, serve):

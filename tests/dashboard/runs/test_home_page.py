@@ -30,15 +30,12 @@ def client(serve, tmp_path):
 
 def test_every_run_is_one_row_with_what_its_newest_checkpoint_is(client):
     large, vit, empty = client.get("/api/v1/runs").json()["runs"]
-    assert (large["good"]["step"], large["state"], large["metric"], large["value"]) == (
-        600,
-        "in_progress",
-        "loss",
-        700 / 600,
-    )
+    assert (large["good"]["step"], large["state"]) == (600, "in_progress")
+    assert [value["last"] for value in large["values"]] == [700 / 600, None], "loss and acc"
     assert large["durations"] == pytest.approx([1 + n % 7 / 3 for n in range(1, 7)])
-    assert (vit["good"]["step"], vit["state"], vit["metric"], vit["value"]) == (7000, "complete", "acc", 0.75)
-    assert (empty["good"], empty["state"], empty["metric"], empty["durations"]) == (None, None, None, [])
+    assert (vit["good"]["step"], vit["state"]) == (7000, "complete")
+    assert [(value["last"], value["last_step"]) for value in vit["values"]] == [(None, None), (0.75, 7000)]
+    assert (empty["good"], empty["state"], empty["durations"]) == (None, None, [])
     text = client.get("/").text
     assert text.count('<th scope="row">') == 3 and text.count("<polyline") == 2 and "no checkpoints" in text
 

@@ -89,7 +89,8 @@ def test_the_best_is_that_of_the_policy(serve, tmp_path):
     assert (step_of(panel(client)["best"]), panel(client)["best"]["mode"]) == (2, "max")
     assert step_of(panel(client, "?keep=best:loss:1:max")["best"]) == 1
     assert step_of(panel(client, "?best=loss:min")["best"]) == 2, "what the user chooses goes before the policy"
-    assert page(client, "?best=loss").status_code == 200 and page(client, "?best=loss:min:0").status_code == 422
+    assert page(client, "?best=loss").status_code == 422, "the direction is not guessed"
+    assert panel(client, "?best=acc:min:max")["best"] is None, "no metric is called acc:min"
 
 
 def test_the_choice_of_the_best_is_kept_in_the_links_of_the_page(serve, tmp_path):

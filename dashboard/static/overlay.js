@@ -1,0 +1,165 @@
+// @ts-check
+/** The page of metrics of several runs: a chart for each metric, with a line for each branch of each run. */
+import { api, base, buttonGroup, clockText, countText, figure, find, make, numberText } from "./dom.js";
+import { reason, recalled, remember } from "./dom.js";
+import { nameLines, stepChart } from "./plots.js";
+
+/**
+ * @typedef {{
+ *   run: string, metric: string, branch: number, saves: number, ids: string[], step: number[],
+ *   created: (number | null)[], values: (number | string)[],
+ * }} RunLine
+ * @typedef {{ at: number, line: RunLine, n: number }} Point a value of a line, and where it is on the axis
+ */
+
+const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c4", "--c6", "--c7"];
+const readout = find("#overlay-text");
+const links = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("a[data-run]")]);
+const order = links.map((link) => link.dataset.run ?? "");
+const names = new Map(links.map((link) => [link.dataset.run ?? "", link.textContent ?? ""]));
+const colourOf = (/** @type {string} */ run) => COLOURS[order.indexOf(run)];
+const holders = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#overlay .chart")]);
+const metrics = holders.map((holder) => JSON.parse(holder.dataset.metric ?? '""'));
+const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
+
+/** The steps that are shown, null for all, how their values are drawn, and whether by the time of saving. */
+const view = {
+  low: numberOf("low"),
+  high: numberOf("high"),
+  log: recalled("axis") === "log",
+  time: recalled("by") === "time",
+};
+
+/** @param {unknown} error */
+function fail(error) {
+  readout.textContent = `The charts cannot be drawn: ${reason(error)}`;
+}
+
+/** The points of lines from left to right; those without a place on the axis are left out. @param {RunLine[]} lines */
+const pointsOf = (lines) =>
+  lines
+    .flatMap((line) =>
+      line.ids.map((_, n) => ({ at: view.time ? line.created[n] : line.step[n], line, n })),
+    )
+    .filter((point) => point.at !== null)
+    .sort((a, b) => (a.at ?? 0) - (b.at ?? 0));
+
+/** What a value is, in words. @param {number | string} value */
+const valueText = (value) => (typeof value === "number" ? figure(value, 5) : value);
+
+/** The lines of each metric that are shown. @type {RunLine[]} */
+let shown = [];
+
+/**
+ * The value of each run next to a place on the axis, of the present branch.
+ * @param {number} place
+ */
+function textAt(place) {
+  const parts = order.flatMap((run) => {
+    const own = shown.filter((line) => line.run === run && line.branch === 0);
+    const points = /** @type {Point[]} */ (pointsOf(own));
+    if (!points.length) return [];
+    const near = points.reduce((best, one) => (Math.abs(one.at - place) < Math.abs(best.at - place) ? one : best));
+    const same = points.filter((one) => one.at === near.at);
+    const values = same.map(({ line, n }) => `${line.metric} ${valueText(line.values[n])}`);
+    return [`${names.get(run)} at step ${numberText(near.line.step[near.n])}: ${values.join(", ")}`];
+  });
+  return [view.time ? clockText(place) : `step ${numberText(place)}`, ...parts].join(" · ");
+}
+
+const charts = holders.map((holder, number) => {
+  /** @type {Point[]} */
+  let points = [];
+  /** @type {number[]} */
+  let places = [];
+  const draw = stepChart(holder, 260, {
+    open: (at) => {
+      const found = points.find((point) => point.at === places[at] && point.line.branch === 0);
+      const { line, n } = found ?? /** @type {Point} */ (points.find((point) => point.at === places[at]));
+      location.href = `${base}checkpoints/${line.ids[n]}`;
+    },
+    tell: (at) => {
+      readout.textContent = at === null || !places.length ? "\u00a0" : textAt(places[at]);
+    },
+    zoom,
+  });
+  return () => {
+    const lines = shown.filter((line) => line.metric === metrics[number]);
+    lines.sort((a, b) => b.branch - a.branch); // the present branches are in front
+    points = /** @type {Point[]} */ (pointsOf(lines));
+    places = [...new Set(points.map((point) => point.at))];
+    const index = new Map(places.map((place, n) => [place, n]));
+    /** @type {(string | null)[]} */
+    const marks = places.map(() => null);
+    const drawn = lines.map((line) => ({
+      label: names.get(line.run) ?? "",
+      colour: colourOf(line.run),
+      faint: line.branch > 0,
+      values: /** @type {(number | null | undefined)[]} */ (places.map(() => undefined)),
+    }));
+    for (const { at, line, n } of points) {
+      const place = index.get(at) ?? 0;
+      const value = line.values[n];
+      drawn[lines.indexOf(line)].values[place] = typeof value === "number" ? value : null;
+      if (typeof value === "string") marks[place] = value;
+    }
+    const { log, time } = view;
+    const text = (/** @type {number} */ n) => figure(n, 5);
+    draw({ steps: places, lines: drawn, text, free: true, log, time, marks, low: null, high: null });
+  };
+});
+
+/** Draws what the view shows. */
+async function redraw() {
+  const query = { low: view.low, high: view.high, run: order, metric: metrics };
+  shown = (await api("overlay/lines", query)).lines;
+  const drawn = shown.reduce((sum, line) => sum + line.ids.length, 0);
+  const saves = shown.reduce((sum, line) => sum + line.saves, 0);
+  const untimed = view.time ? shown.reduce((sum, { created }) => sum + created.filter((t) => t === null).length, 0) : 0;
+  const about = [
+    drawn < saves
+      ? `Of ${countText(saves, "value")} the lowest and the highest of each bin are drawn: ${numberText(drawn)}.`
+      : `${countText(saves, "value")}.`,
+    untimed ? `${countText(untimed, "value")} without a time of saving ${untimed === 1 ? "is" : "are"} left out.` : "",
+  ];
+  find("#overlay-about").textContent = about.join(" ").trim();
+  find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
+  for (const draw of charts) draw();
+  const list = order.map((run) => ({ label: names.get(run) ?? "", colour: colourOf(run) }));
+  if (shown.some((line) => line.branch > 0)) list.push({ label: "faint: abandoned branches", colour: "--dim" });
+  nameLines(find("#overlay-legend"), list);
+}
+
+/**
+ * Shows the saves between two places of the axis, or all; charts that follow each other's cursor all ask for it.
+ * @param {number | null} low @param {number | null} high
+ */
+function zoom(low, high) {
+  let [from, to] = [low, high];
+  if (view.time && low !== null && high !== null) {
+    const points = pointsOf(shown).filter(({ at }) => (at ?? low - 1) >= low && (at ?? low - 1) <= high);
+    if (!points.length) return;
+    const steps = points.map(({ line, n }) => line.step[n]);
+    [from, to] = [Math.min(...steps), Math.max(...steps)];
+  }
+  [view.low, view.high] = [from === null ? null : Math.floor(from), to === null ? null : Math.ceil(to)];
+  remember({ low: view.low, high: view.high });
+  requestAnimationFrame(() => redraw().catch(fail));
+}
+
+find("#range-all").addEventListener("click", () => zoom(null, null));
+buttonGroup("data-axis", (value) => {
+  view.log = value === "log";
+  remember({ axis: view.log ? value : null });
+  redraw().catch(fail);
+})(view.log ? "log" : "linear");
+buttonGroup("data-by", (value) => {
+  view.time = value === "time";
+  remember({ by: view.time ? value : null });
+  redraw().catch(fail);
+})(view.time ? "time" : "step");
+
+links.forEach((link) =>
+  link.before(make("span", { class: `swatch ${colourOf(link.dataset.run ?? "").slice(2)}`, "aria-hidden": "true" })),
+);
+redraw().catch(fail);
