@@ -7,10 +7,10 @@ from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
+from treeckpt._loading import reshard_plan
+from treeckpt._loading.reshard_plan import parse_mesh, parse_rules, plan_reshard
 from treeckpt._loading.run_load import inspect as read_index
 from treeckpt.errors import LayoutError
-from treeckpt_dashboard.compare import reshard_plan
-from treeckpt_dashboard.compare.reshard_plan import parse_mesh, parse_rules, plan_reshard
 
 
 def test_a_reshard_is_the_plan_of_the_core(asked, path):
