@@ -29,10 +29,11 @@ router = PageRouter(
     read=Query(description="read contents that checksums cannot compare"),
     by=Query(description="arrays, or layers with all their arrays as one vector"),
     action=Query(description="start or cancel reading both checkpoints"),
-    mesh=Query(max_length=100, description="sizes of the target mesh, as `2x4`"),
+    mesh=Query(max_length=100, description="sizes of the target mesh, as `2x4`, or `saved` for the layout of the save"),
     names=Query(max_length=200, description="names of its dimensions, as `dp,tp`"),
     place=Query(
-        max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches applies"
+        max_length=4000,
+        description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches applies; of `saved`, globs",
     ),
 )
 
