@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from treeckpt._core.format.records import ArrayRecord, Index, Leaf
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, Index, Leaf
+from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout
 from treeckpt._core.text import placement_text
 from treeckpt._io.storage.checkpoint import Checkpoint
@@ -28,10 +29,12 @@ from treeckpt._loading.reshard_plan import (
     parse_target,
     plan_reshard,
     sampled_leaves,
+    wanted_arrays,
 )
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start
+from ..pages.load_code import SnippetPage, WantedLeaf, regions_code
 
 BY_ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "attention.dense", "attention.proj",
@@ -201,6 +204,34 @@ def reshard_page(tree: OwnTree, mesh: str = SAVED, names: str = "", place: str =
         cells=cells,
         ranks=ranks,
     )
+
+
+def reshard_snippet(tree: OwnTree, mesh: str = SAVED, names: str = "", place: str = "", rank: int = 0) -> SnippetPage:
+    """The Python code that loads in one process what a rank of a layout holds: regions of arrays, and values.
+
+    Raises:
+        NotFound: that rank loads nothing, or too many leaves for one code.
+        LayoutError: there is no such layout.
+    """
+    _, target = target_of(tree.index, mesh, names, place)
+    return SnippetPage("", regions_code(tree.checkpoint.info, _leaves_of(tree.index, target, rank), rank=rank))
+
+
+def _leaves_of(index: Index, target: LoadTarget, rank: int) -> list[WantedLeaf]:
+    """Returns what a rank holds, in the tree's order; each name of an array that has several, too."""
+    held = {one.leaf.number: one for one in wanted_arrays(index, target).arrays if not one.offsets}
+    found: list[WantedLeaf] = []
+    for leaf in index.entries:
+        record = leaf.record
+        one = held.get(record.of if isinstance(record, AliasRecord) else leaf.number)
+        if one is not None and one.leaf.spec is not None:
+            view = isinstance(record, AliasRecord) and record.view is not None
+            regions = one.regions(rank)
+            if regions:
+                found.append(WantedLeaf(leaf.path, leaf.spec, None if view else regions))
+        elif leaf.spec is None and (leaf.ranks is None or rank in decode_runs(leaf.ranks)) and target.names(leaf.path):
+            found.append(WantedLeaf(leaf.path, None))
+    return found
 
 
 def _row(mesh: Mesh | None, rank: RankReads, plan: ReshardPlan) -> ReaderRow:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.containers import PerRank
 from treeckpt._core.tree.paths import path_keys
@@ -18,9 +20,16 @@ from treeckpt._runs.catalog import CheckpointInfo
 from ..store.library import NotFound
 from .checkpoints import per_rank_keyword
 
-MAX_LEAVES = 2000
+MAX_NAMED_LEAVES = 2000
 """Leaves that one code names."""
 _TORCH_KINDS = ("tensor", "parameter", "buffer")
+
+
+class SnippetPage(msgspec.Struct, frozen=True):
+    """A path, and the Python code that loads it."""
+
+    path: str
+    snippet: str
 
 
 class WantedLeaf(NamedTuple):
@@ -48,10 +57,10 @@ def regions_code(info: CheckpointInfo, leaves: Sequence[WantedLeaf], *, rank: in
         rank: whose state is loaded, where each rank had its own.
 
     Raises:
-        NotFound: there are more than MAX_LEAVES leaves, or none.
+        NotFound: there are more than MAX_NAMED_LEAVES leaves, or none.
     """
-    if not 0 < len(leaves) <= MAX_LEAVES:
-        many = f"{len(leaves):,} leaves, and code names at most {MAX_LEAVES:,}: narrow the rules, as model/*."
+    if not 0 < len(leaves) <= MAX_NAMED_LEAVES:
+        many = f"{len(leaves):,} leaves, and code names at most {MAX_NAMED_LEAVES:,}: narrow the rules, as model/*."
         raise NotFound(f"This is {many}" if leaves else "This rank loads nothing.")
     wanted: Any = {}
     for leaf in leaves:

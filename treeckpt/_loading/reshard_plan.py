@@ -68,6 +68,10 @@ class LoadTarget(msgspec.Struct, frozen=True):
     mesh: Mesh | None = None
     """None for the layout of the save."""
 
+    def names(self, path: str) -> bool:
+        """Whether a rule matches a path."""
+        return any(fnmatch.fnmatchcase(path, rule.glob) for rule in self.rules)
+
 
 class RankReads(msgspec.Struct, frozen=True):
     """The reads of one rank."""
