@@ -19,11 +19,7 @@ def tree_of(rank):
         3: [torch.ones(2), (torch.arange(40).view(10, 4), 7)],
         "zero": tc.Sharded(flat[rank * 20 : rank * 20 + 20].clone(), (12, 5), rank * 20),
         "rng": tc.PerRank({"state": np.full(4, rank), "name": f"r{rank}"}),
-        "emb": tc.KeyedTable(
-            np.arange(rank, 90, WORLD),
-            {"w": np.arange(rank, 90.0, WORLD)[:, None]},
-            owned=tc.KeyedTable.modulo(rank, WORLD),
-        ),
+        "emb": tc.KeyedTable(ids, {"w": ids[:, None] * 1.0}, owned=tc.KeyedTable.modulo(rank, WORLD)),
     }
 
 
@@ -94,4 +90,4 @@ def test_a_rank_of_a_mesh_gets_its_regions(run):
     tree = run("reshard/snippet", rank=3, **query)["tree"]
     assert tree[3][1][0].equal(torch.arange(40).view(10, 4)[5:, 2:]) and tree[3][0].shape == (2,)
     assert tree["zero"].equal(torch.arange(60.0).view(12, 5)[6:]) and tree.keys() == {3, "zero"}
-    run("reshard/snippet", mesh="0", status=400)
+    run("reshard/snippet", mesh="0", status=404)
