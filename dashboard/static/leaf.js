@@ -315,7 +315,8 @@ let drag = null;
 function pointed(event) {
   const m = /** @type {NonNullable<typeof map>} */ (map);
   const s = scale(canvas.clientWidth, canvas.clientHeight);
-  const inside = (/** @type {number} */ n, /** @type {number} */ size) => Math.max(0, Math.min(size - 1, Math.floor(n)));
+  /** @param {number} n @param {number} size */
+  const inside = (n, size) => Math.max(0, Math.min(size - 1, Math.floor(n)));
   return [inside((event.offsetY - EDGE.top) / s.y, m.rows), inside((event.offsetX - EDGE.left) / s.x, m.columns)];
 }
 
@@ -335,7 +336,9 @@ function dragged() {
 }
 
 canvas.addEventListener("pointerdown", (event) => {
-  if (!map?.columns || map.dims[0] === "scalar" || !document.querySelector("#who") || event.pointerType === "touch") return;
+  // a finger scrolls the page
+  if (!map?.columns || map.dims[0] === "scalar" || event.pointerType === "touch") return;
+  if (!document.querySelector("#who")) return;
   drag = [pointed(event), pointed(event)];
   canvas.setPointerCapture(event.pointerId);
 });

@@ -114,7 +114,7 @@ for (const button of buttons) {
   button.hidden = false;
   button.addEventListener("click", () => {
     const query = Object.fromEntries(["mesh", "names", "place"].map((name) => [name, String(form.get(name) ?? "")]));
-    const found = api(`checkpoints/${holder.dataset.checkpoint}/reshard/snippet`, { ...query, rank: button.dataset.rank });
-    copy(button, found.then(({ snippet }) => snippet));
+    const address = `checkpoints/${holder.dataset.checkpoint}/reshard/snippet`;
+    copy(button, api(address, { ...query, rank: button.dataset.rank }).then(({ snippet }) => snippet));
   });
 }
