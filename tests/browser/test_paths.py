@@ -172,7 +172,7 @@ def test_code_of_a_block_of_a_region_and_of_a_rank_is_copied_and_runs_as_it_is(w
     def copied(button):
         page.evaluate("navigator.clipboard.writeText('')")
         button.click()
-        expect(page.get_by_role("button", name="Copied")).to_be_visible()
+        expect(page.get_by_text("Copied", exact=True)).to_be_visible()
         codes.append(page.evaluate("navigator.clipboard.readText()"))
 
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
@@ -193,7 +193,7 @@ def test_code_of_a_block_of_a_region_and_of_a_rank_is_copied_and_runs_as_it_is(w
     copied(page.get_by_role("button", name=re.compile("^Copy load snippet of ")))
     page.get_by_role("link", name="Reshard").click()
     expect(page.locator(".tile", has_text="Ranks")).to_contain_text("4")
-    copied(page.get_by_role("row", name=re.compile("^rank 3 ")).get_by_role("button", name="Copy code"))
+    copied(page.get_by_role("row", name=re.compile("^rank 3 ")).get_by_role("button", name="Copy the code"))
     (tmp_path / "check.py").write_text(CHECK)
     command = [sys.executable, "check.py", str(run / "step_00000700"), dragged, *codes]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
