@@ -13,7 +13,8 @@ import numpy as np
 
 from treeckpt._core.format.byte_map import ChunkLocation, chunk_count, holders_of, layout_of, locate_chunks
 from treeckpt._core.format.records import AliasRecord, Index, Leaf, PerRankArrays
-from treeckpt._core.sharding.region import Region
+from treeckpt._core.sharding.dtypes import dtype_of
+from treeckpt._core.sharding.region import Region, byte_runs, intersect
 from treeckpt._core.text import region_text
 from treeckpt._inspect.outline import Outline
 
@@ -52,6 +53,17 @@ class ChunkRow(msgspec.Struct, frozen=True):
     stop: int
     damaged: bool
     """Whether any of these bytes is known to be damaged."""
+    part: RegionPart | None = None
+    """What of the chosen region it holds; None without one."""
+
+
+class RegionPart(msgspec.Struct, frozen=True):
+    """The bytes of a region in one chunk: from the first to after the last, in `runs` runs."""
+
+    start: int
+    stop: int
+    runs: int
+    nbytes: int
 
 
 class ChunksPage(msgspec.Struct, frozen=True):
@@ -154,10 +166,21 @@ def chunks_page(
             start=at.start,
             stop=at.stop,
             damaged=damage.of_bytes(at.file.name, at.start, at.stop),
+            part=_part(leaf, at, region) if region is not None else None,
         )
         for at in located[start : start + PAGE_ROWS]
     ]
     return ChunksPage(start, len(located), next_start(start, len(located)), rows)
+
+
+def _part(leaf: Leaf, at: ChunkLocation, region: Region) -> RegionPart | None:
+    common = intersect(at.region, region)
+    if common is None or leaf.spec is None or (isinstance(leaf.record, AliasRecord) and leaf.record.view is not None):
+        return None
+    itemsize = dtype_of(leaf.spec.dtype).itemsize
+    runs = byte_runs(common, at.region, itemsize)
+    first, last = runs.span
+    return RegionPart(at.start + first, at.start + last, runs.count, common.size * itemsize)
 
 
 class MapPage(msgspec.Struct, frozen=True):

@@ -22,10 +22,13 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import MeshLayout, mesh_ranks
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
+from treeckpt._core.tree.keyed_table import table_path
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, peek_blob
+from treeckpt._loading.table_row import TableRow, find_row, ids_of_table
 from treeckpt._runs.nan_scan import ElementPlace, element_place
+from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, map_dims, parse_region, stored_leaf
@@ -94,10 +97,17 @@ class LeafPage(msgspec.Struct, frozen=True):
     first_nan: ElementPlace | None
     """The first element that is NaN; None without one, or if it is not known."""
     first_infinite: ElementPlace | None
+    table: str | None
+    """The path of the keyed table that it is a column of; None for any other leaf."""
+    id: str
+    """The id whose row was requested, as typed."""
+    row: TableRow | None
+    row_problem: str | None
+    """Why there is no row of that id to show."""
 
 
-def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> LeafPage:
-    """One leaf, with a page of its chunks, or of those with elements of a region.
+def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "", id: str = "") -> LeafPage:
+    """One leaf, with a page of its chunks, or of those with elements of a region; of a table the row of an `id`.
 
     Raises:
         NotFound: there is none.
@@ -121,6 +131,8 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> 
     # another program's array whose bytes are in no file as they are has no place on a map
     drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
     dims, sizes = map_dims(index, leaf) if drawn else ([], [])
+    ids = ids_of_table(index, leaf)
+    found, row_problem = _row_of(tree, ids.number, id) if ids is not None and id.strip() else (None, None)
     return LeafPage(
         checkpoint=checkpoint,
         leaf=number,
@@ -150,7 +162,19 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> 
         damaged=damage.holds(number),
         first_nan=places[0],
         first_infinite=places[1],
+        table=table_path(ids.path) if ids is not None else None,
+        id=id,
+        row=found,
+        row_problem=row_problem,
     )
+
+
+def _row_of(tree: OpenTree, ids: int, id_text: str) -> tuple[TableRow | None, str | None]:
+    """Returns the row of an id, or why there is none to show."""
+    try:
+        return tree.read(lambda store, index: find_row(store, index, index.entries[ids], id_text)), None
+    except TreeckptError as error:
+        return None, f"{error}"
 
 
 def _blob_facts(tree: OpenTree, number: int) -> list[Fact]:

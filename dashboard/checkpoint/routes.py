@@ -21,6 +21,7 @@ router = PageRouter(
     node=Query(max_length=1000, description="positions of a node from the root, as `0.3.12`"),
     at=Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension"),
     region=Query(max_length=500, description="a part of an array, as `100:200, :, 7`"),
+    id=Query(max_length=40, description="an id of a keyed table, as a text: 64 bits, signed or unsigned"),
     path=Query(max_length=20_000),
     count=Query(ge=10, le=100_000, description="boxes, at most"),
     dtype=Query(max_length=64),
@@ -82,12 +83,13 @@ router.get(f"{CHECKPOINT}/search", tree.search_page)
 router.get(f"{CHECKPOINT}/leaves", tree.leaves_page, table="rows", start=POSITION)
 router.get(f"{CHECKPOINT}/folds", tree.folds_page)
 router.get(f"{CHECKPOINT}/treemap", tree.treemap_page)
-router.get(f"{CHECKPOINT}/snippet", tree.snippet_page)
+router.get(f"{CHECKPOINT}/snippet", tree.snippet_page, start=POSITION, stop=POSITION)
 router.get(LEAF, leaf.leaf_page, "leaf.html", table="chunks.rows")
 router.get(f"{LEAF}/chunks", chunks.chunks_page)
 router.get(f"{LEAF}/map", chunks.map_page)
 router.get(f"{LEAF}/peek", values.peek_page)
 router.get(f"{LEAF}/file", get_leaf_file, media_type=BYTES)
+router.get(f"{LEAF}/snippet", values.leaf_snippet)
 router.get(f"{LEAF}/steps", leaf_numbers.leaf_steps)
 router.get(SIDECAR, files.sidecar_page, "sidecar.html")
 router.get(f"{SIDECAR}/content", get_sidecar_content, media_type=BYTES)

@@ -24,11 +24,11 @@ from ..pages.checkpoints import (
     checkpoint_row,
     filled,
     next_start,
-    per_rank_keyword,
     shorten,
 )
 from ..pages.damage import Damage
-from ..store.library import Library
+from ..pages.load_code import MAX_NAMED_LEAVES, SnippetPage, selecting_code
+from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
 
 SCANNED = 100_000
@@ -113,13 +113,6 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     found: SearchPage | None
     contents: ContentsSummary | None
     """What the statistics of its arrays say; None if none are known."""
-
-
-class SnippetPage(msgspec.Struct, frozen=True):
-    """A path, and the Python code that loads it."""
-
-    path: str
-    snippet: str
 
 
 def node_row(index: Index, damage: Damage, row: OutlineRow) -> NodeRow:
@@ -255,18 +248,20 @@ def checkpoint_page(
     )
 
 
-def snippet_page(library: Library, checkpoint_id: str, path: str = "") -> SnippetPage:
-    """The Python code that loads a leaf, or all leaves below a node.
+def snippet_page(tree: OpenTree, path: str = "", node: str = "", start: int = 0, stop: int = 0) -> SnippetPage:
+    """The Python code that loads a leaf, or all leaves below a node, or children `start:stop` of a node, as a block.
 
-    Names are written as ASCII literals of Python, so that no invisible character of one is pasted.
+    Raises:
+        MismatchError: there is no such node.
+        NotFound: there are too many children.
     """
-    info = library.checkpoint(checkpoint_id).info
-    # `select` takes globs, and a key may have their characters.
-    escaped = "".join(f"[{c}]" if c in "*?[" else c for c in path)
-    select = f", select={[escaped]!a}" if path else ""
-    return SnippetPage(
-        path, f"import treeckpt as tc\n\ntree = tc.load({info.path!a}{select}{per_rank_keyword(info)})\n"
-    )
+    info, outline = tree.checkpoint.info, tree.outline
+    if stop <= start:
+        return SnippetPage(path, selecting_code(info, [path]))
+    if stop - start > MAX_NAMED_LEAVES:
+        raise NotFound(f"These are {stop - start:,} children, and code names at most {MAX_NAMED_LEAVES:,}.")
+    rows = outline.children(outline.row(node), start=start, count=stop - start)
+    return SnippetPage(path, selecting_code(info, [row.path for row in rows]))
 
 
 class FoldRow(msgspec.Struct, frozen=True):

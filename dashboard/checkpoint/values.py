@@ -24,6 +24,7 @@ from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, Peek, peek
 
 from ..pages.checkpoints import OpenTree
+from ..pages.load_code import SnippetPage, WantedLeaf, regions_code, selecting_code
 from ..store.library import NotFound
 from .chunks import leaf_of, parse_region, positions
 
@@ -113,8 +114,9 @@ def peek_page(
     rows: int | None = None,
     columns: int | None = None,
     whole: bool = False,
+    region: str = "",
 ) -> PeekPage:
-    """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, or all of it.
+    """A slice of the values of an array: `rows` x `columns` of the plane of dimensions `y` and `x`, a region, or all.
 
     Raises:
         NotFound: the leaf is no array, or has no elements.
@@ -127,8 +129,9 @@ def peek_page(
         if not math.prod(spec.shape):
             raise NotFound("This leaf has no elements to look at.")
         rank, window = _pick_rank(leaf, asked)
-        region, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
-        return _page(peek(store, index, leaf, region, rank=rank), spec.dtype, rank, y, x)
+        box, y, x = _region(spec.shape, dtype_of(spec.dtype).itemsize, window)
+        box = asked_region(region, spec.shape) or box
+        return _page(peek(store, index, leaf, box, rank=rank), spec.dtype, rank, y, x)
 
     return tree.read(read)
 
@@ -147,6 +150,30 @@ def array_of(index: Index, number: int) -> tuple[Leaf, ArraySpec]:
     if isinstance(leaf.record, AliasRecord):
         raise NotFound(f"This is a view of {index.entries[leaf.record.of].path}; look at that one.")
     return leaf, leaf.spec
+
+
+def asked_region(text: str, shape: tuple[int, ...]) -> Region | None:
+    """Does what `parse_region` does; raises NotFound for a text that is no region."""
+    try:
+        return parse_region(text, shape)
+    except ValueError as error:
+        raise NotFound(f"{error}") from error
+
+
+def leaf_snippet(tree: OpenTree, number: int, region: str = "", which: int = 0) -> SnippetPage:
+    """The Python code that loads a leaf, or a region of it, of the rank at position `which` where each has its own.
+
+    Raises:
+        NotFound: there is no such leaf or region.
+    """
+    leaf = leaf_of(tree.index, number)
+    box = asked_region(region, leaf.spec.shape) if leaf.spec is not None else None
+    if box is None and leaf.ranks is None:
+        return SnippetPage(leaf.path, selecting_code(tree.checkpoint.info, [leaf.path]))
+    ranks = decode_runs(leaf.ranks or ()).tolist() or [0]
+    wanted = WantedLeaf(leaf.path, leaf.spec, None if box is None else (box,))
+    code = regions_code(tree.checkpoint.info, [wanted], rank=ranks[min(which, len(ranks) - 1)])
+    return SnippetPage(leaf.path, code)
 
 
 def rank_at(leaf: Leaf, which: int) -> int | None:
@@ -276,10 +303,7 @@ def leaf_file(tree: OpenTree, number: int, form: FileForm, region: str, which: i
         if form not in (forms := file_forms(index, number)):
             others = f"; take .{forms[0]}" if forms else "; load it with treeckpt.load"
             raise NotFound(f"A .{form} file cannot hold {spec.dtype}{others}.")
-        try:
-            box = parse_region(region, spec.shape) or Region.whole(spec.shape)
-        except ValueError as error:
-            raise NotFound(f"{error}") from error
+        box = asked_region(region, spec.shape) or Region.whole(spec.shape)
         if (nbytes := box.size * dtype_of(spec.dtype).itemsize) > MAX_NBYTES:
             what = f"{region_text(box)} of {index.entries[number].path} has {bytes_text(nbytes)}"
             hint = "Name a smaller region (region=0:100), or load it with treeckpt.load."

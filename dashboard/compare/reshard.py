@@ -1,6 +1,6 @@
-"""The reshard preview: what each rank of another mesh would read, computed by the loader's own planner.
+"""The reshard preview: what each rank of another mesh, or of the save, would read, by the loader's own planner.
 
-The form offers the mesh that the checkpoint was saved from, and common others. The dimensions of a mesh are in the
+The form offers the layout of the save, and common others. The dimensions of a mesh are in the
 order that PyTorch has them: HSDP replicates over the first and shards over the last. Tensor parallelism is rules by the
 names of parameters, for weights stored as (out, in): of a layer that is cut by columns dimension 0 is sharded, of one
 that is cut by rows dimension 1; all else is replicated.
@@ -15,13 +15,26 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from treeckpt._core.format.records import ArrayRecord, Index, Leaf
+from treeckpt._core.format.records import AliasRecord, ArrayRecord, Index, Leaf
+from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout
 from treeckpt._core.text import placement_text
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._loading.reshard_plan import (
+    SAVED,
+    LoadTarget,
+    RankReads,
+    ReshardPlan,
+    parse_mesh,
+    parse_target,
+    plan_reshard,
+    sampled_leaves,
+    wanted_arrays,
+)
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start
-from .reshard_plan import RankReads, ReshardPlan, parse_mesh, parse_rules, plan_reshard, sampled_leaves
+from ..pages.load_code import SnippetPage, WantedLeaf, regions_code
 
 BY_ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "w2", "dense_4h_to_h", "attention.dense", "attention.proj",
@@ -46,16 +59,15 @@ class Preset(msgspec.Struct, frozen=True):
     place: str
 
 
+AS_SAVED = Preset("as saved", SAVED, "", "*")
+"""The layout of the save: of each array the regions that each rank had."""
+
+
 def presets_of(index: Index) -> list[Preset]:
-    """Returns the mesh of the save, and common other meshes."""
+    """Returns the layout of the save, and common meshes."""
     leaves, world = sampled_leaves(index), max(index.world, 2)
-    saved = saved_layout(index, leaves)
-    if saved is not None:
-        own = Preset("the mesh of the save", _sizes(saved.mesh), ",".join(saved.mesh.names), _rule(saved))
-    else:
-        own = Preset("the ranks of the save", f"{index.world}", "", "*: Shard(0)")
     presets = [
-        own,
+        AS_SAVED,
         Preset("one rank", "1", "", "*: Replicate"),
         Preset(f"FSDP over {2 * world}", f"{2 * world}", "dp", "*: Shard(0)"),
         Preset(f"HSDP, 2 replicas of {world} shards", f"2x{world}", "dp_replicate,dp_shard", "*: Replicate, Shard(0)"),
@@ -95,10 +107,6 @@ def default_rule(index: Index, mesh: Mesh) -> str:
     return "*: " + ", ".join([*["Replicate"] * (len(mesh.shape) - 1), "Shard(0)"])
 
 
-def _sizes(mesh: Mesh) -> str:
-    return "x".join(map(str, mesh.shape))
-
-
 def _rule(layout: MeshLayout) -> str:
     return "*: " + ", ".join(map(placement_text, layout.placements))
 
@@ -108,7 +116,7 @@ class ReaderRow(msgspec.Struct, frozen=True):
 
     rank: int
     place: str
-    """Its coordinates in the mesh, as text."""
+    """Its coordinates in the mesh, as text; empty for the layout of the save."""
     nbytes: int
     """Bytes that it holds after the load."""
     read: int
@@ -118,6 +126,7 @@ class ReaderRow(msgspec.Struct, frozen=True):
     share: float
     """Bytes read, as a share of those of the rank that reads the most."""
     reads: int
+    """Requests for these bytes."""
     files: list[list[int]]
     """[number of a file, bytes read of it]."""
 
@@ -144,6 +153,8 @@ class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
     whole: int = 0
     unmatched: int = 0
     left_out: int = 0
+    listed: int = 0
+    tables: int = 0
     files: int
     start: int = 0
     next: int | None = None
@@ -154,19 +165,24 @@ class ReshardPage(msgspec.Struct, frozen=True, kw_only=True):
     """The rank at each position of the cells."""
 
 
-def reshard_page(tree: OwnTree, mesh: str = "", names: str = "", place: str = "", start: int = 0) -> ReshardPage:
-    """What each rank of another mesh would read from which file.
+def target_of(index: Index, mesh: str, names: str, place: str) -> tuple[str, LoadTarget]:
+    """Returns the rules of a request, completed, and the target that they describe; see `parse_target`."""
+    if mesh.strip() != SAVED and not place.strip():
+        place = default_rule(index, parse_mesh(mesh, names))
+    place = place if place.strip() else AS_SAVED.place
+    return place, parse_target(mesh, names, place)
 
-    By default the target is the mesh and the placements of the save.
+
+def reshard_page(tree: OwnTree, mesh: str = SAVED, names: str = "", place: str = "", start: int = 0) -> ReshardPage:
+    """What each rank of a layout would read from which file; by default of that of the save.
+
+    The numbers are those of a load into new arrays in host memory, from this store.
     """
-    index = tree.index
+    index, mesh = tree.index, mesh if mesh.strip() else SAVED
     presets, files = presets_of(index), len(index.file_list)
-    if not mesh.strip():
-        mesh, names, place = presets[0].mesh, presets[0].names, place if place.strip() else presets[0].place
     try:
-        target = parse_mesh(mesh, names)
-        place = place if place.strip() else default_rule(index, target)
-        plan = plan_reshard(index, target, parse_rules(place, target))
+        place, target = target_of(index, mesh, names, place)
+        plan = tree.read(lambda store, index: plan_reshard(Checkpoint(store, index), target))
     except TreeckptError as error:
         return ReshardPage(
             checkpoint=tree.row, mesh=mesh, names=names, place=place, problem=f"{error}", presets=presets, files=files
@@ -184,20 +200,48 @@ def reshard_page(tree: OwnTree, mesh: str = "", names: str = "", place: str = ""
         files=files,
         start=start,
         next=next_start(start, len(plan.ranks)),
-        rows=[_row(target, rank, plan) for rank in plan.ranks[start : start + PAGE_ROWS]],
+        rows=[_row(target.mesh, rank, plan) for rank in plan.ranks[start : start + PAGE_ROWS]],
         cells=cells,
         ranks=ranks,
     )
 
 
-def _row(mesh: Mesh, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
+def reshard_snippet(tree: OwnTree, mesh: str = SAVED, names: str = "", place: str = "", rank: int = 0) -> SnippetPage:
+    """The Python code that loads in one process what a rank of a layout holds: regions of arrays, and values.
+
+    Raises:
+        NotFound: that rank loads nothing, or too many leaves for one code.
+        LayoutError: there is no such layout.
+    """
+    _, target = target_of(tree.index, mesh, names, place)
+    return SnippetPage("", regions_code(tree.checkpoint.info, _leaves_of(tree.index, target, rank), rank=rank))
+
+
+def _leaves_of(index: Index, target: LoadTarget, rank: int) -> list[WantedLeaf]:
+    """Returns what a rank holds, in the tree's order; each name of an array that has several, too."""
+    held = {one.leaf.number: one for one in wanted_arrays(index, target).arrays if not one.offsets}
+    found: list[WantedLeaf] = []
+    for leaf in index.entries:
+        record = leaf.record
+        one = held.get(record.of if isinstance(record, AliasRecord) else leaf.number)
+        if one is not None and one.leaf.spec is not None:
+            view = isinstance(record, AliasRecord) and record.view is not None
+            regions = one.regions(rank)
+            if regions:
+                found.append(WantedLeaf(leaf.path, leaf.spec, None if view else regions))
+        elif leaf.spec is None and (leaf.ranks is None or rank in decode_runs(leaf.ranks)) and target.names(leaf.path):
+            found.append(WantedLeaf(leaf.path, None))
+    return found
+
+
+def _row(mesh: Mesh | None, rank: RankReads, plan: ReshardPlan) -> ReaderRow:
     most = max(other.read for other in plan.ranks)
     return ReaderRow(
         rank.rank,
-        _coordinates(mesh, rank.rank),
+        "" if mesh is None else _coordinates(mesh, rank.rank),
         nbytes=rank.nbytes,
         read=rank.read,
-        amplification=rank.read / rank.nbytes if rank.nbytes else 1.0,
+        amplification=rank.amplification,
         share=rank.read / most if most else 0.0,
         reads=rank.reads,
         files=[list(pair) for pair in rank.files],

@@ -14,7 +14,7 @@ from ..store.library import Library, NotFound
 from .changes import ChangeJobs, ChangesBy, ChangesPage, ChangesPart, changes_page
 from .choice import chosen_step, ticked_pair, typed_step
 from .diff import Comparisons, DeltaRow, DiffPage, Show, diff_page, open_pair, previous_of
-from .reshard import reshard_page
+from .reshard import reshard_page, reshard_snippet
 
 Action = Literal["", "start", "cancel"]
 
@@ -36,10 +36,12 @@ router = PageRouter(
     by=Query(description="arrays, or layers with all their arrays as one vector"),
     part=Query(description="parameters, the state of the optimizer, or both together"),
     action=Query(description="start or cancel reading both checkpoints"),
-    mesh=Query(max_length=100, description="sizes of the target mesh, as `2x4`"),
+    mesh=Query(max_length=100, description="sizes of the target mesh, as `2x4`, or `saved` for the layout of the save"),
+    rank=Query(ge=0, le=1 << 20, description="a rank of the target"),
     names=Query(max_length=200, description="names of its dimensions, as `dp,tp`"),
     place=Query(
-        max_length=4000, description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches applies"
+        max_length=4000,
+        description="rules, as `*.bias: Replicate; *: Shard(0)`; the first that matches applies; of `saved`, globs",
     ),
 )
 
@@ -172,3 +174,4 @@ router.get("/diff/values", get_delta)
 router.get("/diff/changes", get_changes, table="rows")
 router.show("/diff/changes", show_changes)
 router.get("/checkpoints/{checkpoint_id}/reshard", reshard_page, "reshard.html", table="rows")
+router.get("/checkpoints/{checkpoint_id}/reshard/snippet", reshard_snippet)

@@ -1,10 +1,23 @@
 // @ts-check
 /** The head of a leaf's page: its copy buttons, and links to its neighbours and to the tree that keep the view. */
-import { copiers, find, recalled } from "./dom.js";
+import { api, copiers, find, recalled } from "./dom.js";
 
 const part = find("#copy");
 part.hidden = false;
-copiers(part, part.dataset.checkpoint ?? "", () => JSON.parse(part.dataset.path ?? '""'));
+/** The position of the rank that the shard map shows, where each rank has an array of its own. */
+const which = () => {
+  const at = /** @type {HTMLInputElement | null} */ (document.querySelector("#axes input[name=at]"));
+  return part.hasAttribute("data-ranks") ? (at?.value ?? "") : "";
+};
+copiers(
+  part,
+  () => JSON.parse(part.dataset.path ?? '""'),
+  () =>
+    api(`checkpoints/${part.dataset.checkpoint}/leaves/${part.dataset.leaf}/snippet`, {
+      region: document.querySelector("#map")?.getAttribute("data-region") ?? "",
+      which: which(),
+    }),
+);
 
 /** What of the view fits any leaf. */
 const KEPT = ["by", "peek"];

@@ -171,17 +171,16 @@ export async function copy(button, text) {
 }
 
 /**
- * Makes the buttons of a part of the page copy a path, or the Python line that loads it.
- * @param {ParentNode} part @param {string} checkpoint @param {() => string} path
+ * Makes the buttons of a part of the page copy a path, or the Python code that loads what is chosen.
+ * @param {ParentNode} part @param {() => string} path
+ * @param {(button: Element) => Promise<{ snippet: string }>} code requests the code
  */
-export function copiers(part, checkpoint, path) {
+export function copiers(part, path, code) {
   for (const button of part.querySelectorAll("button[data-copy]")) {
     button.addEventListener("click", () =>
       copy(
         /** @type {HTMLElement} */ (button),
-        button.getAttribute("data-copy") === "path"
-          ? path()
-          : api(`checkpoints/${checkpoint}/snippet`, { path: path() }).then((found) => found.snippet),
+        button.getAttribute("data-copy") === "path" ? path() : code(button).then((found) => found.snippet),
       ),
     );
   }

@@ -317,11 +317,60 @@ form.addEventListener("input", async () => {
   if (map) remember({ y: map.y, x: map.x, at: map.at.some(Boolean) ? map.at.join(",") : null });
 });
 form.addEventListener("submit", (event) => event.preventDefault());
-document.querySelector("#who")?.addEventListener("submit", (event) => {
-  // as the form would do, but the address keeps the rest of the view's state
-  event.preventDefault();
-  remember({ region: /** @type {HTMLInputElement} */ (find("#region")).value.trim(), start: null });
+/** Shows the page with a region, as the form does, but the address keeps the rest of the view's state. */
+function choose(/** @type {string} */ region) {
+  remember({ region: region.trim(), start: null });
   location.reload();
+}
+document.querySelector("#who")?.addEventListener("submit", (event) => {
+  event.preventDefault();
+  choose(/** @type {HTMLInputElement} */ (find("#region")).value);
+});
+
+/** Where a drag over the map began, and where it is, as [row, column]. @type {number[][] | null} */
+let drag = null;
+
+/** The place of the pointer on the plane. @param {PointerEvent} event */
+function pointed(event) {
+  const m = /** @type {NonNullable<typeof map>} */ (map);
+  const s = scale(canvas.clientWidth, canvas.clientHeight);
+  /** @param {number} n @param {number} size */
+  const inside = (n, size) => Math.max(0, Math.min(size - 1, Math.floor(n)));
+  return [inside((event.offsetY - EDGE.top) / s.y, m.rows), inside((event.offsetX - EDGE.left) / s.x, m.columns)];
+}
+
+/** The region that a drag covers, as text; of arrays that each rank has, without the dimension of ranks. */
+function dragged() {
+  if (!map || !drag) return "";
+  const { dims, y, x, at } = map;
+  const [[top, left], [bottom, right]] = [0, 1].map((end) =>
+    [0, 1].map((axis) => (end ? Math.max : Math.min)(...(drag ?? []).map((place) => place[axis]))),
+  );
+  const ranges = dims.map((name, d) => {
+    if (name === "rank") return "";
+    if (d === y) return `${top}:${bottom + 1}`;
+    return d === x ? `${left}:${right + 1}` : `${at[d]}`;
+  });
+  return ranges.filter(Boolean).join(", ");
+}
+
+canvas.addEventListener("pointerdown", (event) => {
+  // a finger scrolls the page
+  if (!map?.columns || map.dims[0] === "scalar" || event.pointerType === "touch") return;
+  if (!document.querySelector("#who")) return;
+  drag = [pointed(event), pointed(event)];
+  canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointermove", (event) => {
+  if (!drag) return;
+  drag[1] = pointed(event);
+  if (String(drag[0]) !== String(drag[1])) readout.textContent = `choose [${dragged()}]`;
+});
+canvas.addEventListener("pointerup", () => {
+  const moved = drag && String(drag[0]) !== String(drag[1]);
+  const region = dragged();
+  drag = null;
+  if (moved && region) choose(region);
 });
 restore();
 load();

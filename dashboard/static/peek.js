@@ -120,13 +120,17 @@ function plane() {
   return { y: String(data.get("y")), x: String(data.get("x")), at: at.join(",") };
 }
 
-/** Reads and shows a slice. @param {boolean} whole all of the array */
-async function look(whole) {
+/** @param {string} what @param {Record<string, string>} view */
+const asked = (what, view) =>
+  what === "whole" ? { whole: "true" } : what === "region" ? { region: map.dataset.region ?? "" } : view;
+
+/** Reads and shows a slice, or "whole", or the chosen "region". @param {string} what */
+async function look(what) {
   const data = new FormData(form);
   const view = Object.fromEntries(NAMES.map((name) => [name, String(data.get(name) ?? "").replace(/^0$/, "")]));
-  remember({ ...view, peek: whole ? "whole" : "1" });
+  remember({ ...view, peek: what });
   state.textContent = "Reading …";
-  const query = { ...(axes.hidden ? {} : plane()), ...(whole ? { whole: "true" } : view) };
+  const query = { ...(axes.hidden ? {} : plane()), ...asked(what, view) };
   try {
     show(await api(`checkpoints/${map.dataset.checkpoint}/leaves/${map.dataset.leaf}/peek`, query));
   } catch (error) {
@@ -137,17 +141,19 @@ async function look(whole) {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  look(false);
+  look("1");
 });
 axes.addEventListener("input", () => {
-  if (!holder.hidden) look(false);
+  if (!holder.hidden) look("1");
 });
 const whole = find("#peek-whole");
 whole.hidden = Number(form.dataset.nbytes) > LIMIT;
-whole.addEventListener("click", () => look(true));
+whole.addEventListener("click", () => look("whole"));
 for (const name of NAMES) {
   const value = recalled(name);
   if (value !== null && /^[0-9]{1,15}$/.test(value))
     /** @type {HTMLInputElement} */ (form.elements.namedItem(name)).value = value;
 }
-if (recalled("peek")) look(recalled("peek") === "whole");
+document.querySelector("#peek-region")?.addEventListener("click", () => look("region"));
+const last = recalled("peek");
+if (last) look(last === "region" && !map.dataset.region ? "1" : last);

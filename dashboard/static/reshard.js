@@ -2,7 +2,7 @@
 /**
  * The matrix of a reshard: one row per rank of the target, one column per file; a darker cell means more bytes read.
  */
-import { bytesText, find, numberText } from "./dom.js";
+import { api, bytesText, copy, find, numberText } from "./dom.js";
 import { colour, follow, ink, label, legend, selectable } from "./canvas.js";
 
 const holder = find("#matrix");
@@ -106,3 +106,15 @@ legend(
   })),
 );
 redraw();
+
+const form = new FormData(/** @type {HTMLFormElement} */ (find("form.target")));
+/** @type {NodeListOf<HTMLElement>} */
+const buttons = document.querySelectorAll("button[data-rank]");
+for (const button of buttons) {
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    const query = Object.fromEntries(["mesh", "names", "place"].map((name) => [name, String(form.get(name) ?? "")]));
+    const address = `checkpoints/${holder.dataset.checkpoint}/reshard/snippet`;
+    copy(button, api(address, { ...query, rank: button.dataset.rank }).then(({ snippet }) => snippet));
+  });
+}

@@ -15,6 +15,7 @@ const input = /** @type {HTMLInputElement} */ (find("#q"));
 const dtype = /** @type {HTMLSelectElement} */ (find("#dtype"));
 const larger = /** @type {HTMLSelectElement} */ (find("#larger"));
 const picked = find("#picked");
+const block = /** @type {HTMLInputElement} */ (find("#picked-block"));
 const checkpoint = holder.dataset.checkpoint ?? "";
 const top = holder.dataset.node ?? "";
 const narrow = window.matchMedia("(max-width: 640px)");
@@ -182,6 +183,23 @@ function render() {
   }
 }
 
+/** Offers to choose one of several blocks. @param {string[]} names */
+function showBlocks(names) {
+  find("#picked-path").replaceChildren(make("span", {}, names.length > 1 ? `${names[0]} …` : names[0]));
+  block.min = /[0-9]+$/.exec(names[0])?.[0] ?? "0";
+  block.max = String(Number(block.min) + names.length - 1);
+  block.value = block.min;
+}
+
+/** Requests the code that loads the picked row, or the chosen block of several. */
+function code() {
+  const { node, start, length, names } = current?.blocks ?? { node: "", start: 0, length: 0, names: [] };
+  const number = Math.max(0, Math.min(names.length - 1, Number(block.value) - Number(block.min)));
+  const children = { node, start: start + number * length, stop: start + (number + 1) * length };
+  const query = current?.blocks ? children : { path: current?.row()?.path ?? "" };
+  return api(`checkpoints/${checkpoint}/snippet`, query);
+}
+
 /** @param {Item} item @param {boolean} [scroll] */
 function pick(item, scroll = true) {
   current = item;
@@ -192,8 +210,11 @@ function pick(item, scroll = true) {
     else if (place + height > from + view) holder.scrollTop = (place + height - view) / scale;
   }
   const row = item.row();
-  picked.hidden = !row || !item.real;
+  picked.hidden = !row || !(item.real || item.blocks);
   if (row && item.real) find("#picked-path").replaceChildren(make("span", {}, row.path || "(the whole tree)"));
+  find("[data-copy=path]").hidden = !item.real;
+  find("label[for=picked-block]").hidden = (item.blocks?.names.length ?? 0) < 2;
+  if (item.blocks) showBlocks(item.blocks.names);
   render();
 }
 
@@ -416,7 +437,7 @@ holder.addEventListener("focus", () => {
 });
 holder.addEventListener("scroll", () => requestAnimationFrame(render));
 new ResizeObserver(render).observe(holder);
-copiers(picked, checkpoint, () => current?.row()?.path ?? "");
+copiers(picked, () => current?.row()?.path ?? "", code);
 
 addEventListener("pagehide", () => {
   try {

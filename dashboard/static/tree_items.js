@@ -15,9 +15,11 @@ import { api } from "./dom.js";
  */
 /**
  * What an item shows: its row, null while that is fetched; its name; `times` for a folded block that is repeated;
- * `real` if it is one node of the tree; and its children, which `expand` fetches.
+ * `real` if it is one node of the tree; its children, which `expand` fetches; and of a folded block, or several, the
+ * children of a node that these are.
  * @typedef {{
  *   row: () => Row | null, name: (row: Row) => string, times: number, real: boolean, expand: () => Promise<Children>,
+ *   blocks?: { node: string, start: number, length: number, names: string[] },
  * }} Content
  */
 /** @typedef {{ count: number, child: (at: number) => Content }} Children */
@@ -223,6 +225,7 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
         name: () => name,
         times: 0,
         real: false,
+        blocks: { node, start: from, length, names: [name] },
         expand: async () => range(node, from, from + length, (key) => key.slice(name.length + fold.skip)),
       };
     };
@@ -231,6 +234,7 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
       name: () => fold.title,
       times: fold.blocks,
       real: false,
+      blocks: { node, start: fold.start, length, names: fold.names },
       expand: async () => ({ count: fold.blocks, child: blockItem }),
     };
   }

@@ -1,10 +1,13 @@
 """Paths through the pages, with the pointer, with keys alone, on a phone, and in a hostile checkpoint."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+import treeckpt as tc
 from tests.browser.helpers import expect_colours
 from tests.helpers.samples import write_checkpoint
 
@@ -159,6 +162,77 @@ def test_a_path_and_the_line_that_loads_it_are_copied(watched, step_700):
     assert "select=['model/wte.weight'], fallback=tc.Fallback(per_rank='take'))" in page.evaluate(
         "navigator.clipboard.readText()"
     )
+
+
+def test_code_of_a_block_of_a_region_and_of_a_rank_is_copied_and_runs_as_it_is(watched, step_700, run, tmp_path):
+    """Each in three clicks from a page of the checkpoint; the arrays are those of a load of all."""
+    page = watched(step_700, permissions=["clipboard-read", "clipboard-write"])
+    codes = []
+
+    def copied(button):
+        page.evaluate("navigator.clipboard.writeText('')")
+        button.click()
+        expect(page.get_by_text("Copied", exact=True)).to_be_visible()
+        codes.append(page.evaluate("navigator.clipboard.readText()"))
+
+    page.get_by_role("treeitem", name=re.compile("^model ")).click()
+    page.get_by_role("treeitem", name=re.compile(r"^layers\.0\.\.5 ?×6 ")).click()
+    page.get_by_label("block", exact=True).fill("2")
+    copied(page.locator("#picked").get_by_role("button", name="Copy load snippet"))
+    page.get_by_role("link", name="wte.weight", exact=True).click()
+    expect(page.locator("#map-text")).to_contain_text("2 regions")
+    box = page.locator("#map-canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.7)
+    page.mouse.up()
+    expect(page.get_by_role("button", name=re.compile(r"^Copy load snippet of [0-9]+:[0-9]+, "))).to_be_visible()
+    dragged = page.get_by_label("Region", exact=True).input_value()
+    page.get_by_role("button", name=f"Peek {dragged}").click()
+    expect(page.locator("#peek-text")).to_contain_text(f"[{dragged}]")
+    copied(page.get_by_role("button", name=re.compile("^Copy load snippet of ")))
+    page.get_by_role("link", name="Reshard").click()
+    expect(page.locator(".tile", has_text="Ranks")).to_contain_text("4")
+    copied(page.get_by_role("row", name=re.compile("^rank 3 ")).get_by_role("button", name="Copy the code"))
+    (tmp_path / "check.py").write_text(CHECK)
+    command = [sys.executable, "check.py", str(run / "step_00000700"), dragged, *codes]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout == "3 the same\n", done.stderr
+
+
+CHECK = """
+import sys
+import numpy as np
+import treeckpt as tc
+path, dragged, *codes = sys.argv[1:]
+whole = tc.load(path, fallback=tc.Fallback(per_rank="take"))["model"]
+made = [{}, {}, {}]
+for code, names in zip(codes, made):
+    exec(code, names)
+block = {name: array for name, array in made[0]["tree"]["model"].items() if array is not ...}
+assert block and all(name.startswith("layers.2.") for name in block)
+assert all(np.array_equal(array, whole[name]) for name, array in block.items())
+rows, columns = (slice(*map(int, part.split(":"))) for part in dragged.split(", "))
+assert np.array_equal(made[1]["array"], whole["wte.weight"][rows, columns])
+own = made[2]["tree"]["model"]
+assert np.array_equal(own["wte.weight"], whole["wte.weight"][500:]) and own.keys() == whole.keys()
+print("3 the same")
+"""
+
+
+def test_the_row_of_an_id_of_a_table(watched, serve, tmp_path):
+    tc.save(tmp_path / "step_00000001", {"emb": tc.KeyedTable(np.array([7, -1]), {"w": np.ones((2, 3))})})
+    page = watched(serve(tmp_path))
+    page.get_by_role("link", name="step 1").click()
+    page.get_by_label("Search paths").fill("emb/ids")
+    page.get_by_role("treeitem").get_by_role("link").click()
+    page.get_by_label("Id", exact=True).fill(f"{(1 << 64) - 1}")
+    page.get_by_role("button", name="Find").click()
+    expect(page.get_by_role("status").filter(has_text="is in row")).to_contain_text("is in row 1 of 2, bucket 65,535")
+    expect(page.get_by_role("region", name="Slots of the row")).to_contain_text("1, 1, 1")
+    page.get_by_label("Id", exact=True).fill("8")
+    page.get_by_role("button", name="Find").click()
+    expect(page.get_by_text("is not in the table")).to_be_visible()
 
 
 def test_who_holds_rows_100_to_200_of_a_weight(page):

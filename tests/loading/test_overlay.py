@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import treeckpt as tc
 from treeckpt import rules as R
 from treeckpt._io.storage.store import FETCH_MEMORY, StoreTraits
-from treeckpt._loading.match import MEMORY
-from treeckpt._loading.read_batch import BatchOptions, ReadBatch
+from treeckpt._loading.read_batch import MEMORY, BatchOptions, ReadBatch
 
 
 def store_of(tree: Any) -> tc.MemoryStore:

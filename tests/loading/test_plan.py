@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import treeckpt as tc
 from tests.helpers import strategies
-from treeckpt._arrays.base import HostMemory, TargetPiece
+from treeckpt._arrays.base import HostArray, HostMemory, TargetPiece
 from treeckpt._core.format.records import File
 from treeckpt._core.format.shard_header import BLOCK, hash_block, hash_parts
 from treeckpt._core.planning.load_plan import Chunk, split_at_multiples
@@ -109,6 +109,25 @@ def test_rows_that_are_one_run_in_both_are_scattered_as_boxes_are_copied(data: s
         assert (target == expected).all()
     elif box == chunk == region:
         raise AssertionError("a whole array is one run")
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "requests"),
+    [
+        ((100_000, 100), Region((0, 50), (100_000, 1)), range(1, 7)),  # a column: few large reads, not one for each row
+        ((10, 1 << 20), Region((0, 0), (10, 16)), range(10, 11)),  # rows that lie far apart, one by one
+        ((4, 4), Region((2, 0), (0, 4)), range(1)),
+    ],
+)
+def test_a_box_is_read_in_as_many_requests_as_its_gaps_are_worth(
+    shape: tuple[int, ...], wanted: Region, requests: range
+) -> None:
+    piece = TargetPiece(wanted, HostArray(np.empty(wanted.shape, "u4")))
+    chunk = Chunk(Region.whole(shape), 0, 0)
+    index: Any = _OneFile()
+    reads = [read_for(index, "w", chunk, piece, wanted, 4)] if wanted.size else []
+    planned = plan_reads(reads, {}, limit=8 << 20, size=8 << 20)
+    assert len(planned) in requests and all(read.nbytes <= 8 << 20 for read in planned)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 10), st.integers(1, 9))

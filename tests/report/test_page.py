@@ -113,7 +113,9 @@ def test_a_report_says_which_checkpoints_a_verification_has_found_damaged(tmp_pa
     assert main(["verify", str(tmp_path / "run")]) == 1
     for path in (tmp_path / "run", tmp_path / "run" / "step_00000002"):
         assert f"damaged: {shard.name}: bytes " in report(path)
-    assert "complete, intact" in report(tmp_path / "run") and "damaged: shard" not in report(tmp_path / "run/step_00000001")
+    assert "complete, intact" in report(tmp_path / "run") and "damaged: shard" not in report(
+        tmp_path / "run/step_00000001"
+    )
 
 
 def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):

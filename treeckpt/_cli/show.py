@@ -68,6 +68,8 @@ from ..rules._rules import Rule
 from ..rules._view import View, view_of
 from .command import Commands, no_such_run, progress_of, usage_error
 from .runs import print_saves_under_way
+from .show_reads import add_reads, show_reads
+from .show_row import show_row
 
 MAX_RULES = 16 << 20
 """Bytes of a file of rules that are read, at most."""
@@ -100,12 +102,18 @@ def add_show(commands: Commands) -> None:
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
     show.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
     show.add_argument("--stats", action="store_true", help=_STATS)
+    show.add_argument("--id", metavar="N", help="show the row of an id in the keyed table at PATH")
+    add_reads(show)
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
 
 
 def _show(options: argparse.Namespace) -> int:
     if options.stats:
         return _show_first_nan(options)
+    if options.mesh is not None:
+        return show_reads(options)
+    if options.id is not None:
+        return show_row(options)
     with stores_bar("reading the index", shown=progress_of(options)) as counted:
         # It gets the index that `read_info` decodes, which then is not read again.
         read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))

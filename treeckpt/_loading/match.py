@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .._arrays.base import ArrayTarget
-from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, decode, like_of, target_of
+from .._arrays.registry import Blob, abstract_of, blob_value, check_cast, check_library, decode, like_of, target_of
 from .._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
 from .._core.format.check_index import FREE_CHUNKS, FREE_VIEW_NBYTES, VIEW_TIMES, check_claims
 from .._core.format.records import (
@@ -40,7 +40,6 @@ from .._core.tree.structure import Structure, empty_container_paths
 from .._io.comm.comm import Comm, global_rank, other_world_error, ranks_of_host
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import SlabAllocator, available_memory
-from .._io.storage.store import FETCH_MEMORY
 from .._io.timing import Recorder
 from ..errors import CorruptError, MismatchError, TreeError
 from ..reports import LoadReport
@@ -48,11 +47,9 @@ from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
 from .options import Device, Fallback, ReadOptions
 from .plan import LeafPlaceholder
-from .read_batch import BatchOptions, ReadBatch
+from .read_batch import BatchOptions, ReadBatch, default_memory
 
 _log = logging.getLogger("treeckpt")
-MEMORY = 64 << 20
-"""Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
@@ -155,7 +152,7 @@ class Load:
         self.rank, self.here = comm.rank, global_rank(comm)
         self.recorder = Recorder(comm.rank)
         self.checkpoint, self.index = checkpoint, checkpoint.index
-        default = FETCH_MEMORY if checkpoint.store.traits.far else MEMORY
+        default = default_memory(checkpoint.store.traits)
         self.memory = default if options.read.memory is None else options.read.memory
         """Bytes of buffers, at most."""
         self.source_rank = comm.rank % self.index.world
@@ -180,6 +177,8 @@ class Load:
         self.claims = Claims(checkpoint, whole=options.bad is None)
         self.chosen_rows: dict[tuple[int, str], Any] = {}
         """Where the rows of chosen ids are, by the number and path of the ids of a table."""
+        self._checked: set[tuple[str, str]] = set()
+        """Kinds and dtypes of new arrays whose library is there."""
         self.loaded = 0
         self._blobs: dict[int, Blob] = {}
         """The values that were read from shards, by leaf number."""
@@ -316,6 +315,10 @@ class Load:
             if leaf.spec is not None and spec.dtype == leaf.spec.dtype:
                 if self.options.read.mmap and not is_c_order(spec.shape, spec.order):
                     spec = msgspec.structs.replace(spec, order=None)  # what is mapped lies as in the file
+                # a library that is missing is an error before anything is read
+                if (spec.kind, spec.dtype) not in self._checked:
+                    check_library(spec, path)
+                    self._checked.add((spec.kind, spec.dtype))
                 slot = self.batch.add_new_array(path, leaf, spec)
                 if slot is not None:
                     self.loaded += 1

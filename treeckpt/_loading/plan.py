@@ -277,18 +277,22 @@ def wrap_new_arrays(read: Read, memory: memoryview) -> None:
         array.placeholder.leaf = library_of(array.spec).wrap(array.spec, memory, array.start - read.start)
 
 
-def cut_memory(read: Read, memory: memoryview, size: int) -> list[Read]:
-    """Returns reads of at most `size` bytes each that fill the memory of a read, where the bytes stay."""
+def cut_memory(read: Read, memory: memoryview | None, size: int) -> list[Read]:
+    """Returns reads of at most `size` bytes each that fill the memory of a read, where the bytes stay.
+
+    Args:
+        memory: None where the reads are counted, and not carried out.
+    """
     return [
         Read(
             read.file,
             read.start + at,
-            read.start + min(at + size, len(memory)),
+            min(read.start + at + size, read.stop),
             (),
-            memory[at : at + size],
+            None if memory is None else memory[at : at + size],
             read.shared,
         )
-        for at in range(0, len(memory), size)
+        for at in range(0, read.nbytes, size)
     ]
 
 

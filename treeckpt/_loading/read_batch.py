@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from .._arrays.base import ArrayTarget, HostArray, HostMemory, TargetPiece, raw_dtype
-from .._arrays.registry import check_library, mark_written
+from .._arrays.registry import mark_written
 from .._core.format.byte_map import extents_in_file
 from .._core.format.records import AliasRecord, ArrayRecord, BoxChunks, File, Leaf, LeafRecord, WholeChunk
 from .._core.format.shard_header import BLOCK
@@ -30,6 +30,7 @@ from .._core.tree.spec import ArraySpec
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.memory import PAGE_NBYTES, aligned_buffer, available_memory
+from .._io.storage.store import FETCH_MEMORY, StoreTraits
 from .._io.timing import Recorder
 from ..errors import FormatError, TreeckptError
 from ..rules._assemble import only_chunk, pieces_of
@@ -55,6 +56,15 @@ PATHS_SHOWN = 5
 """Paths that an error names."""
 REGION_MEMORY = 16 << 20
 """Bytes of buffers for one region."""
+
+
+MEMORY = 64 << 20
+"""Bytes of buffers that a load from local files may take, by default; from other stores it is `FETCH_MEMORY`."""
+
+
+def default_memory(traits: StoreTraits) -> int:
+    """Returns the bytes of buffers that a load may take, where its options do not say."""
+    return FETCH_MEMORY if traits.far else MEMORY
 
 
 class BatchOptions(msgspec.Struct, frozen=True):
@@ -114,12 +124,10 @@ class ReadBatch:
         self._others = frozenset(here[1]) - {here[0]}
         self._index, self._source_rank, self._recorder = checkpoint.index, source_rank, recorder
         self.nbytes = self.read_nbytes = 0
-        self._wanted: list[Read] = []
+        self.wanted: list[Read] = []
         """What is to be read, each with one destination."""
         self._file: File | None = None
         """The file in which the last array was found."""
-        self._checked: set[tuple[str, str]] = set()
-        """Kinds and dtypes of new arrays whose library is there."""
         self._first: ReadBatch | None = None
         """What has to be there before all else is read: the scales of arrays."""
         self.after: list[Callable[[], object]] = []
@@ -151,15 +159,11 @@ class ReadBatch:
         # what was read may begin at any block, so an element's alignment follows from its place in the stream
         if chunk is None or chunk.start % (dtype.itemsize // dtype.parts):
             return None
-        # a library that is missing is an error before anything is read
-        if (spec.kind, spec.dtype) not in self._checked:
-            check_library(spec, path)
-            self._checked.add((spec.kind, spec.dtype))
         placeholder, nbytes = LeafPlaceholder(), size * dtype.itemsize
         shared = bool(self._others) and self._is_shared(leaf, None)
         file, start = self._locate(path, chunk, nbytes)
         array = NewArray(start, start + nbytes, placeholder, spec)
-        self._wanted.append(Read(file, start, start + nbytes, (array,), None, shared))
+        self.wanted.append(Read(file, start, start + nbytes, (array,), None, shared))
         self.nbytes += nbytes
         return placeholder
 
@@ -227,7 +231,7 @@ class ReadBatch:
         self.nbytes += nbytes
         file, start = self._locate(path, record.chunks, nbytes)
         where = ContiguousMemory(start, start + nbytes, memory.address, memory)
-        self._wanted.append(Read(file, start, start + nbytes, (where,), None, shared))
+        self.wanted.append(Read(file, start, start + nbytes, (where,), None, shared))
         return True
 
     def _add_pieces(self, path: str, leaf: Leaf, pieces: Sequence[TargetPiece], *, shared: bool) -> None:
@@ -257,7 +261,7 @@ class ReadBatch:
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
-                self._wanted.append(read_for(self._index, path, chunk, piece, box, itemsize, shared=shared))
+                self.wanted.append(read_for(self._index, path, chunk, piece, box, itemsize, shared=shared))
 
     def _add_view(
         self, path: str, leaf: Leaf, record: AliasRecord, pieces: Sequence[TargetPiece], *, shared: bool
@@ -288,15 +292,13 @@ class ReadBatch:
             CorruptError: a shard is missing, cut short, or of another save.
         """
         first = options.verify == "first" and options.in_place
-        verify, relay, wanted, mapped = options.verify is not False, options.relay, self._wanted, list[Read]()
+        verify, relay, wanted, mapped = options.verify is not False, options.relay, self.wanted, list[Read]()
         executor = execute_remote if self.checkpoint.store.traits.far else execute_local
         self._run = ReadRun(self.checkpoint, self._recorder, verify, self.whole, self.written, executor)
         if options.mapped:
             mapped = [read for read in wanted if type(read.destinations[0]) is NewArray]
             wanted = [read for read in wanted if type(read.destinations[0]) is not NewArray]
-        # so that a few, rounded out to whole blocks with checksums, fit into the memory
-        limit = min(READ_LIMIT, max(options.memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
-        size = self.checkpoint.store.traits.request_nbytes
+        limit, size = self._request_nbytes(options.memory)
         parts: list[tuple[Sequence[int], Sequence[Read]]] = [((self._here[0],), wanted)]
         if relay is not None:
             parts[:] = relay.agree(self._index.save_id, wanted, min(limit, size))
@@ -315,6 +317,20 @@ class ReadBatch:
         if first:
             self._verify_first(options)
 
+    def _request_nbytes(self, memory: int) -> tuple[int, int]:
+        """Returns the bytes of one read into a buffer, at most, and of one where any size would do."""
+        # so that a few, rounded out to whole blocks with checksums, fit into the memory
+        limit = min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
+        return limit, self.checkpoint.store.traits.request_nbytes
+
+    def requests(self) -> list[Read]:
+        """Returns the reads that a load by default carries out, each one request; opens no shard and takes no memory.
+
+        Checksums are compared, of blocks of the usual size.
+        """
+        limit, size = self._request_nbytes(default_memory(self.checkpoint.store.traits))
+        return self._plan(self.wanted, {read.file.name: BLOCK for read in self.wanted}, limit, size, allocate=False)
+
     @property
     def _far(self) -> bool:
         return self.checkpoint.store.traits.far
@@ -325,7 +341,7 @@ class ReadBatch:
         Args:
             ahead: leaves shards in a store that is far away to the first read of them.
         """
-        files = {read.file.name: read.file for read in self._wanted}
+        files = {read.file.name: read.file for read in self.wanted}
         if self._far and not ahead:
             self.checkpoint.open_shards(files.values(), whole=self.whole)
         steps: dict[str, int] = {}
@@ -343,13 +359,17 @@ class ReadBatch:
             position = read.file.header + read.start
             wrap_new_arrays(read, self.checkpoint.store.map(read.file.name, position, read.nbytes))
 
-    def _plan(self, wanted: Sequence[Read], steps: dict[str, int], limit: int, size: int) -> list[Read]:
-        """Plans reads; new arrays exist then, without their bytes."""
+    def _plan(
+        self, wanted: Sequence[Read], steps: dict[str, int], limit: int, size: int, *, allocate: bool = True
+    ) -> list[Read]:
+        """Plans reads; with `allocate` new arrays exist then, without their bytes."""
         reads: list[Read] = []
         for read in plan_reads(wanted, steps, limit=limit, size=min(limit, size)):
             if read.destinations and type(read.destinations[0]) is NewArray:
-                memory, step = aligned_buffer(read.nbytes, huge=True), steps[read.file.name]
-                wrap_new_arrays(read, memory)
+                memory, step = None, steps[read.file.name]
+                if allocate:
+                    memory = aligned_buffer(read.nbytes, huge=True)
+                    wrap_new_arrays(read, memory)
                 reads += cut_memory(read, memory, max(size // step, 1) * step)
             else:
                 reads.append(read)

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from treeckpt._arrays.base import ArrayTarget, HostMemory, TargetPiece
 from treeckpt._arrays.describe import json_digest
 from treeckpt._bench.measure import Meter
 from treeckpt._core.format.index import INDEX_NAME, decode_index
 from treeckpt._core.format.records import Index
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._core.format.timings import Span, timings_name
-from treeckpt._core.planning.load_plan import ReadBlock, WantedRegion, plan_load
 from treeckpt._core.planning.rank_trees import Inventory, LeafSpec, RankClass, merge_rank_trees
 from treeckpt._core.planning.save_plan import GlobalPlan, assign_offsets, compute_plan
 from treeckpt._core.sharding.dtypes import dtype_of
@@ -30,8 +30,11 @@ from treeckpt._core.sharding.region import Region, coalesce
 from treeckpt._core.tree.flatten import flatten
 from treeckpt._io.comm.collective import decode_each
 from treeckpt._io.comm.message_store import GROUP_SIZES, group_sizes_for
+from treeckpt._io.storage.checkpoint import Checkpoint
 from treeckpt._io.storage.store import MemoryStore
 from treeckpt._io.timing import Recorder
+from treeckpt._loading.plan import Read
+from treeckpt._loading.read_batch import ReadBatch
 from treeckpt._saving.agree import (
     Decision,
     MergedTree,
@@ -313,12 +316,13 @@ class _Loads:
 
     def __init__(self, index: Index, model: Model, grid: Grid) -> None:
         self._index, self._grid, self._arrays = index, grid, arrays_of(model, grid.pp)
+        self._checkpoint = Checkpoint(MemoryStore(), index)
         self._layouts = [Layouts(grid, stage) for stage in range(grid.pp)]
 
-    def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], list[ReadBlock]]:
+    def plan(self, rank: int) -> tuple[dict[tuple[str, Region], int], list[Read]]:
         """The regions that a rank needs, with their bytes, and what it reads for them."""
         needs: dict[tuple[str, Region], int] = {}
-        wants: list[WantedRegion] = []
+        batch = ReadBatch(self._checkpoint, 0, Recorder(rank))
         stage = rank // (self._grid.dp * self._grid.tp)
         for array in self._arrays:
             if array.stage != stage:
@@ -327,21 +331,22 @@ class _Loads:
             itemsize = dtype_of(array.dtype).itemsize
             for held in held_by(self._layouts[stage].of(array), array.shape, rank):
                 if held.region.size:
-                    wants.append(WantedRegion(held.region, itemsize, self._index.chunks_of(leaf, held.region)))
+                    piece = TargetPiece(held.region, HostMemory(0, held.region.shape, itemsize, None))
+                    batch.add_target(leaf.path, leaf, ArrayTarget(leaf.spec, None, [piece]))
                     needs[leaf.path, held.region] = held.region.size * itemsize
-        return needs, plan_load(wants)
+        return needs, batch.requests()
 
     def host(self, first: int) -> tuple[float, int, int]:
         """Of the ranks of a host, which share its page cache: the longest planning, bytes needed, and bytes read."""
         needs: dict[tuple[str, Region], int] = {}
-        spans: dict[int, list[tuple[int, int]]] = {}
+        spans: dict[str, list[tuple[int, int]]] = {}
         longest = 0.0
         for rank in range(first, first + min(HOST, self._grid.world)):
             took, (needed, plan) = _timed(lambda rank=rank: self.plan(rank))
             longest = max(longest, took)
             needs |= needed
             for block in plan:
-                spans.setdefault(block.rank, []).append((block.start, block.stop))
+                spans.setdefault(block.file.name, []).append((block.start, block.stop))
         return longest, sum(needs.values()), sum(_joined_length(found) for found in spans.values())
 
 

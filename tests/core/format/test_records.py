@@ -54,10 +54,6 @@ def test_the_bytes_of_many_equal_files_are_their_sum():
     assert index_of({}, [], files=FileTable(nbytes=((5, 0, 1000), (7,), (1, 2, 3)))).nbytes == 5016
 
 
-def test_borders_are_the_starts_of_files_after_the_first():
-    assert of_rank_0().borders == {0: [64, 64]}
-
-
 @pytest.mark.parametrize(
     ("rank", "start", "stop", "part", "at"),
     [
@@ -151,7 +147,7 @@ def test_tables_are_known_by_the_number_of_their_ids():
 
 def test_what_an_index_looks_up_is_made_once():
     index = everything()
-    for part in ("paths", "entries", "by_path", "listed", "tables", "offsets", "file_list", "file_names", "borders"):
+    for part in ("paths", "entries", "by_path", "listed", "tables", "offsets", "file_list", "file_names"):
         assert getattr(index, part) is getattr(index, part)
 
 

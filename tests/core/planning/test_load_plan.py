@@ -1,18 +1,13 @@
-"""Reads of whole chunks: neighbours are joined up to a gap and a limit, and never across files."""
+"""Reads of whole chunks: neighbours are joined up to a gap and a limit."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treeckpt._core.planning.load_plan import (
-    BoxCopy,
-    Chunk,
     ContiguousRead,
-    ReadBlock,
-    WantedRegion,
     bounded_span_boxes,
     plan_contiguous_reads,
-    plan_load,
     split_at_multiples,
 )
 from treeckpt._core.sharding.region import Region
@@ -43,11 +38,6 @@ def test_chunks_are_read_in_the_order_of_the_stream_by_rank():
     assert plan_contiguous_reads([]) == []
 
 
-def test_no_read_crosses_into_another_file():
-    assert reads_of((0, 10), (10, 10), (20, 10), gap=9, borders={0: [10]}) == [(0, 10, (0,)), (10, 30, (1, 2))]
-    assert reads_of((0, 10), (10, 10), gap=9, borders={0: [11], 1: [10]}) == [(0, 20, (0, 1))]
-
-
 def test_a_read_is_as_long_as_its_limit_unless_one_chunk_is_longer():
     assert reads_of((0, 5), (5, 5), (10, 5), gap=0, limit=10) == [(0, 10, (0, 1)), (10, 15, (2,))]
     assert reads_of((0, 5), (5, 5), gap=0, limit=9) == [(0, 5, (0,)), (5, 10, (1,))]
@@ -60,15 +50,12 @@ def test_reads_hold_their_chunks_and_each_chunk_is_read_once(data):
     sizes = st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(1, 12))
     chunks = data.draw(st.lists(sizes, max_size=12))
     gap, limit = data.draw(st.integers(0, 5)), data.draw(st.none() | st.integers(1, 30))
-    border = data.draw(st.integers(0, 60))
-    chunks = [(rank, start, n if start >= border else min(n, border - start)) for rank, start, n in chunks]
-    reads = plan_contiguous_reads(chunks, gap=gap, limit=limit, borders={rank: [border] for rank in range(3)})
+    reads = plan_contiguous_reads(chunks, gap=gap, limit=limit)
     assert sorted(m for read in reads for m in read.members) == list(range(len(chunks)))
     for read in reads:
         mine = [chunks[m] for m in read.members]
         assert {rank for rank, *_ in mine} == {read.rank}
         assert read.start == min(s for _, s, _ in mine) and read.stop == max(s + n for _, s, n in mine)
-        assert not read.start < border < read.stop
         assert limit is None or read.stop - read.start <= limit or len(mine) == 1
         covered = {n for _, s, count in mine for n in range(s, s + count)}
         missing = [n for n in range(read.start, read.stop) if n not in covered]
@@ -85,19 +72,6 @@ def test_reads_hold_their_chunks_and_each_chunk_is_read_once(data):
 )  # fmt: skip
 def test_ranges_are_cut_at_multiples(start, stop, origin, step, pieces):
     assert list(split_at_multiples(start, stop, origin, step)) == pieces
-
-
-def test_a_plan_names_the_bytes_of_each_box():
-    """A matrix of 4 x 6 elements of 2 bytes, in halves of two rows by ranks 0 and 1; columns 1 to 3 are wanted."""
-    chunks = [Chunk(Region((2 * rank, 0), (2, 6)), rank, 100) for rank in (0, 1)]
-    wanted = Region((1, 1), (2, 3))
-    assert plan_load([WantedRegion(wanted, 2, chunks)]) == [
-        ReadBlock(0, 114, 120, (BoxCopy(0, Region((1, 1), (1, 3)), chunks[0].region, 114, 120),)),
-        ReadBlock(1, 102, 108, (BoxCopy(0, Region((2, 1), (1, 3)), chunks[1].region, 102, 108),)),
-    ]
-    assert (
-        plan_load([WantedRegion(Region((0, 0), (2, 0)), 2, chunks), WantedRegion(Region((0, 0), (0, 6)), 2, [])]) == []
-    )
 
 
 def boxes_of(shape, outer, **options):

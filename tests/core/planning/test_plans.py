@@ -1,4 +1,4 @@
-"""Plans against an oracle: what any layout saves, any other loads, byte for byte."""
+"""Plans against an oracle: which rank writes what, and the chunks and boxes of it."""
 
 import math
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import treeckpt._core.planning.save_plan as assign_module
 from tests.helpers.saves import pieces_of
-from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, layouts, regions, shapes
+from tests.helpers.strategies import array_leaves, box_layouts, flat_layouts, regions, shapes
 from treeckpt._core.format.records import chunks_in, encode_chunks
-from treeckpt._core.planning.load_plan import Chunk, WantedRegion, bounded_span_boxes, plan_load
+from treeckpt._core.planning.load_plan import Chunk, bounded_span_boxes
 from treeckpt._core.planning.save_plan import ArrayLeaf, SingleChunkOffset, assign_offsets, assign_writers, plan_save
 from treeckpt._core.sharding.int_runs import decode_runs, encode_runs
-from treeckpt._core.sharding.placements import held_by, replicated_layout
+from treeckpt._core.sharding.placements import replicated_layout
 from treeckpt._core.sharding.region import Region, byte_runs
 
 
@@ -111,116 +111,6 @@ def layouts_of_one():
     return replicated_layout(encode_runs([0]))
 
 
-# save under one layout, load under another ----------------------------------------------------------------------------
-def saved_streams(leaves, arrays, world):
-    """What a save writes: bytes per rank, and each array's chunks as an index holds them."""
-    shares = assign_writers(leaves)
-    streams = []
-    for rank in range(world):
-        parts = [
-            np.ascontiguousarray(arrays[write.leaf][write.region.slices()]).tobytes()
-            for file in plan_save(leaves, shares, rank).files
-            for write in file.writes
-        ]
-        streams.append(b"".join(parts))
-    placed, _ = assign_offsets(leaves, shares, world)
-    chunks = [encode_chunks(leaf.shape, at) for leaf, at in zip(leaves, placed, strict=True)]
-    return streams, chunks
-
-
-def executed(plan, streams, wants, dtypes):
-    """What a load of this plan fills in."""
-    outs = [np.zeros(want.region.shape, dtype) for want, dtype in zip(wants, dtypes, strict=True)]
-    filled = [np.zeros(want.region.shape, int) for want in wants]
-    for block in plan:
-        data = streams[block.rank][block.start : block.stop]
-        assert len(data) == block.stop - block.start > 0
-        for copy in block.copies:
-            want = wants[copy.want]
-            runs = byte_runs(copy.box, copy.chunk, want.itemsize)
-            assert runs.span[1] - runs.span[0] == copy.stop - copy.start
-            at = (runs.starts() - runs.first + copy.start - block.start).tolist()
-            found = b"".join(data[start : start + runs.length] for start in at)
-            where = copy.box.relative_to(want.region).slices()
-            outs[copy.want][where] = np.frombuffer(found, outs[copy.want].dtype).reshape(copy.box.shape)
-            filled[copy.want][where] += 1
-    for marks in filled:
-        assert (marks == 1).all(), "each wanted element is copied once"
-    return outs
-
-
-@st.composite
-def resharding(draw):
-    world, other = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    leaves, wanted = [], []
-    for number in range(draw(st.integers(1, 4))):
-        shape = draw(shapes(max_ndim=3))
-        leaves.append(ArrayLeaf(f"l{number}", shape, draw(st.sampled_from([1, 2, 4, 8])), draw(layouts(shape, world))))
-        wanted.append(draw(layouts(shape, other)))
-    return world, other, leaves, wanted
-
-
-@given(resharding(), st.sampled_from([1, 16, 100, 8 << 20]), st.sampled_from([0, 3, 64, 1 << 16]))
-def test_any_layout_loads_what_any_other_saved(case, limit, gap):
-    world, other, leaves, wanted = case
-    dtypes = [f"u{leaf.itemsize}" for leaf in leaves]
-    arrays = [
-        (np.arange(math.prod(leaf.shape)) * 7 + 1).astype(d).reshape(leaf.shape)
-        for leaf, d in zip(leaves, dtypes, strict=True)
-    ]
-    streams, chunks = saved_streams(leaves, arrays, world)
-    compared = 0
-    for rank in range(other):
-        wants, numbers = [], []
-        for number, (leaf, layout) in enumerate(zip(leaves, wanted, strict=True)):
-            for held in held_by(layout, leaf.shape, rank):
-                found = chunks_in(chunks[number], leaf.shape, held.region)
-                wants.append(WantedRegion(held.region, leaf.itemsize, found))
-                numbers.append(number)
-        plan = plan_load(wants, limit=limit, gap=gap)
-        outs = executed(plan, streams, wants, [dtypes[n] for n in numbers])
-        for out, want, number in zip(outs, wants, numbers, strict=True):
-            assert (out == arrays[number][want.region.slices()]).all()
-            compared += out.size
-    assert compared >= sum(array.size for array in arrays)
-
-
-@given(resharding(), st.sampled_from([1, 16, 100, 8 << 20]), st.sampled_from([0, 3, 64, 1 << 16]), st.data())
-def test_reads_are_sorted_short_close_packed_and_within_one_file(case, limit, gap, data):
-    world, _, leaves, _ = case
-    arrays = [np.zeros(leaf.shape, f"u{leaf.itemsize}") for leaf in leaves]
-    _, chunks = saved_streams(leaves, arrays, world)
-    shares = assign_writers(leaves)
-    most = data.draw(LIMITS)
-    borders = {
-        rank: [f.stream for f in plan_save(leaves, shares, rank, max_shard_bytes=most).files] for rank in range(world)
-    }
-    wants = []
-    for number, leaf in enumerate(leaves):
-        region = data.draw(regions(leaf.shape))
-        wants.append(WantedRegion(region, leaf.itemsize, chunks_in(chunks[number], leaf.shape, region)))
-    plan = plan_load(wants, limit=limit, gap=gap, borders=borders)
-    before = (-1, -1)
-    for block in plan:
-        assert (block.rank, block.start) > before
-        before = (block.rank, block.start)
-        assert block.copies
-        assert block.stop - block.start <= limit or len(block.copies) == 1
-        assert not any(block.start < border < block.stop for border in borders[block.rank])
-        assert block.start == min(c.start for c in block.copies)
-        assert block.stop == max(c.stop for c in block.copies)
-        needed = np.zeros(block.stop - block.start, bool)
-        for copy in block.copies:
-            runs = byte_runs(copy.box, copy.chunk, wants[copy.want].itemsize)
-            for start in (runs.starts() - runs.first + copy.start - block.start).tolist():
-                needed[start : start + runs.length] = True
-        idle = 0
-        for used in needed.tolist():
-            idle = 0 if used else idle + 1
-            assert idle <= gap
-    assert bool(plan) == any(w.region.size for w in wants)
-
-
 @given(st.data(), st.sampled_from([1, 4]), st.integers(1, 200), st.integers(0, 20))
 def test_tiles_make_up_their_box_and_are_short_and_dense(data, itemsize, limit, gap):
     shape = data.draw(shapes(min_size=1, max_size=6))
@@ -242,24 +132,6 @@ def test_the_gap_between_the_last_run_of_a_plane_and_the_next_plane_counts_whole
     box, outer = Region((0, 0, 0), (2, 3, 3)), Region.whole((5, 5, 5))
     assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=12))) == 1
     assert len(list(bounded_span_boxes(box, outer, 1, limit=1000, gap=11))) == 2
-
-
-def test_a_column_of_a_long_matrix_is_read_in_few_large_blocks():
-    chunk = Chunk(Region.whole((100_000, 100)), 0, 0)
-    plan = plan_load([WantedRegion(Region((0, 50), (100_000, 1)), 4, [chunk])])
-    assert len(plan) <= 6
-
-
-def test_far_apart_rows_are_read_one_by_one():
-    chunk = Chunk(Region.whole((10, 1 << 20)), 0, 0)
-    plan = plan_load([WantedRegion(Region((0, 0), (10, 16)), 4, [chunk])])
-    assert [b.stop - b.start for b in plan] == [64] * 10
-
-
-def test_wants_without_elements_read_nothing():
-    chunk = Chunk(Region.whole((4, 4)), 0, 0)
-    assert plan_load([WantedRegion(Region((2, 0), (0, 4)), 4, [chunk])]) == []
-    assert plan_load([]) == []
 
 
 # chunks: what an index holds of a placement ---------------------------------------------------------------------------

@@ -1,22 +1,27 @@
 """The preview of a load into another mesh."""
 
+import json
+
 import numpy as np
 import pytest
 
 from tests.helpers.large import large_index
 from tests.helpers.samples import write_checkpoint
+from treeckpt._cli.main import main
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.sharding.placements import Mesh, MeshLayout, Replicate, Shard
-from treeckpt._loading.run_load import inspect as read_index
+from treeckpt._io.storage.checkpoint import Checkpoint
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import MemoryStore
+from treeckpt._loading import reshard_plan
+from treeckpt._loading.reshard_plan import parse_target, plan_reshard
 from treeckpt.errors import LayoutError
-from treeckpt_dashboard.compare import reshard_plan
-from treeckpt_dashboard.compare.reshard_plan import parse_mesh, parse_rules, plan_reshard
 
 
 def test_a_reshard_is_the_plan_of_the_core(asked, path):
     page = asked("/reshard", mesh="2x2", names="dp,tp", place="model/*: Shard(0), Shard(1)")
-    mesh = parse_mesh("2x2", "dp,tp")
-    plan = plan_reshard(read_index(path), mesh, parse_rules("model/*: Shard(0), Shard(1)", mesh))
+    target = parse_target("2x2", "dp,tp", "model/*: Shard(0), Shard(1)")
+    plan = plan_reshard(Checkpoint(LocalStore(path)), target)
     assert (page["read"], page["held"], page["planned"]) == (plan.read, plan.held, 4)
     assert [(row["rank"], row["place"], row["read"]) for row in page["rows"]] == [
         (r.rank, f"dp {r.rank // 2}, tp {r.rank % 2}", r.read) for r in plan.ranks
@@ -24,12 +29,20 @@ def test_a_reshard_is_the_plan_of_the_core(asked, path):
     assert page["cells"] == [[at, n, b] for at, r in enumerate(plan.ranks) for n, b in r.files]
 
 
-def test_a_reshard_begins_with_the_mesh_of_the_save(asked):
+def test_a_reshard_begins_with_the_layout_of_the_save_and_page_json_and_command_agree(asked, path, capsys):
     page = asked("/reshard")
-    assert (page["mesh"], page["names"], page["problem"]) == ("2x2", "dp,tp", None)
+    assert (page["mesh"], page["place"], page["problem"], page["planned"]) == ("saved", "*", None, 4)
     for preset in page["presets"]:
         found = asked("/reshard", mesh=preset["mesh"], names=preset["names"], place=preset["place"])
         assert found["problem"] is None and found["planned"] > 0
+        command = ["show", str(path), "--json", "--mesh", preset["mesh"], "--place", preset["place"]]
+        assert main([*command, "--names", preset["names"]]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        shown = [{key: row[key] for key in ("rank", "nbytes", "read", "reads", "files")} for row in found["rows"]]
+        assert printed["ranks"] == shown and printed["amplification"] == found["amplification"]
+    assert main(["show", str(path), "--mesh", "saved"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rank", "0", f"{page['rows'][0]['reads']}"] in [[*line[:2], line[-2]] for line in lines if len(line) > 4]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +73,8 @@ def test_the_presets_are_of_the_real_mesh_and_tensor_parallel_is_rules_by_name(s
     [run] = client.get("/api/v1/runs").json()["runs"]
     at = f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}/reshard"
     page = client.get(at).json()
-    saved = {"mesh": "2x4", "names": "dp_replicate,dp_shard", "place": "*: Replicate, Shard(0)"}
-    assert {key: page[key] for key in saved} == saved and page["amplification"] < 1.5
+    assert page["mesh"] == "saved" and page["planned"] == 8 and page["amplification"] < 1.5
     presets = {preset["text"]: preset for preset in page["presets"]}
-    assert {key: presets["the mesh of the save"][key] for key in saved} == saved
     hsdp = presets["HSDP, 2 replicas of 8 shards"]
     assert (hsdp["mesh"], hsdp["place"]) == ("2x8", "*: Replicate, Shard(0)")
     rules = presets["tensor parallel over 2"]["place"].split("\n")
@@ -82,8 +93,7 @@ def test_the_presets_are_of_the_real_mesh_and_tensor_parallel_is_rules_by_name(s
 def test_too_many_arrays_are_refused_without_reading_all_of_them(monkeypatch):
     index, read = large_index(20_000), []
     leaves = list(index.entries)
-    monkeypatch.setattr(reshard_plan, "_target_arrays", lambda *_: read.append(1))
-    mesh = parse_mesh("2", "dp")
+    monkeypatch.setattr(reshard_plan, "wanted_arrays", lambda *_: read.append(1))
     with pytest.raises(LayoutError, match="Narrow the rules"):
-        plan_reshard(index, mesh, parse_rules("*: Shard(0)", mesh), chunks=len(leaves) // 2)
+        plan_reshard(Checkpoint(MemoryStore(), index), parse_target("2", "dp", "*: Shard(0)"), chunks=len(leaves) // 2)
     assert read == []

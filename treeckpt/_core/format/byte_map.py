@@ -84,7 +84,7 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
         if leaf.stored is None:
             continue
         itemsize = dtype_of(leaf.stored.dtype).itemsize
-        for chunk in _chunks_of_rank(leaf, leaf.stored.shape, file.rank):
+        for chunk in chunks_of_rank(leaf, leaf.stored.shape, file.rank):
             stop = chunk.start + chunk.region.size * itemsize
             if low <= chunk.start and stop <= high and (empty or chunk.start < stop):
                 extents.append(Extent(leaf.number, chunk.region, chunk.start + shift, stop + shift))
@@ -94,7 +94,7 @@ def extents_in_file(index: Index, file: File, *, empty: bool = False, most: int 
     return extents
 
 
-def _chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[Chunk]:
+def chunks_of_rank(leaf: Leaf, shape: tuple[int, ...], rank: int) -> list[Chunk]:
     """Returns the chunks of a leaf that `rank` wrote."""
     record = leaf.record
     if isinstance(record, PerRankArrays):

@@ -525,12 +525,6 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         """Returns those of the `disks` of which no shard is among the files with these names."""
         return tuple(d for d in self.disks if not any(file.name in present for file in self.disk_files(d)))
 
-    @cached_property
-    def borders(self) -> dict[int, Sequence[int]]:
-        """Starts of each rank's files in its stream, without the first file; ranks with one file are left out."""
-        ranks = {file.rank for file in self.file_list if file.part}
-        return {rank: [file.stream for file in self.files_of(rank)][1:] for rank in ranks}
-
     def locate(self, rank: int, start: int, stop: int, path: str) -> tuple[File, int]:
         """Finds the file that holds bytes `start:stop` of a rank's stream, and their offset in it (header included).
 

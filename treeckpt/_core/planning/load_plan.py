@@ -1,17 +1,16 @@
-"""The load plan: which bytes are read to fill the wanted regions.
+"""The arithmetic of reads: what lies close together is joined, and what is too long or too sparse is cut.
 
-`plan_load` intersects what is wanted with what is stored, cuts the intersections into boxes of bounded span, sorts
-them by file and offset, and joins neighbours into blocks, each of which is one read.
+`_loading.plan` makes the reads of a load with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from ..sharding.region import ByteRuns, Region, byte_runs, c_strides, coalesce, intersect
+from ..sharding.region import ByteRuns, Region, byte_runs, c_strides, coalesce
 
 READ_LIMIT = 8 << 20
 """The largest number of bytes of one read (a single row that is longer excepted)."""
@@ -27,35 +26,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     start: int
 
 
-class WantedRegion(msgspec.Struct, frozen=True):
-    """A region of a stored array that is to be read, with the chunks that hold (at least) it."""
-
-    region: Region
-    itemsize: int
-    chunks: Sequence[Chunk]
-
-
-class BoxCopy(msgspec.Struct, frozen=True, gc=False):
-    """A box of wanted region number `want` that lies inside of one chunk, and its bytes in the writer's stream."""
-
-    want: int
-    box: Region
-    chunk: Region
-    start: int
-    """The first byte of the box in the writer's stream."""
-    stop: int
-    """The byte after the last one of the box."""
-
-
-class ReadBlock(msgspec.Struct, frozen=True):
-    """Bytes of one rank's stream that are read together, and the boxes they hold."""
-
-    rank: int
-    start: int
-    stop: int
-    copies: tuple[BoxCopy, ...]
-
-
 class ContiguousRead(msgspec.Struct, frozen=True):
     """A range of one rank's stream that is read into memory of its own, and the numbers of the chunks in it."""
 
@@ -69,13 +39,12 @@ def plan_contiguous_reads(
     chunks: Sequence[tuple[int, int, int]],
     *,
     gap: int = READ_GAP,
-    borders: Mapping[int, Sequence[int]] | None = None,
     limit: int | None = None,
 ) -> list[ContiguousRead]:
     """Plans reads that hold whole chunks, given as (rank, start, nbytes). Neighbours are joined into one read.
 
     Args:
-        gap, borders: as for `plan_load`.
+        gap: unneeded bytes between needed ones, up to which they are read and not skipped.
         limit: bytes of one read, at most, unless one chunk is longer; None for any size.
     """
     by_rank: dict[int, list[int]] = {}
@@ -86,15 +55,11 @@ def plan_contiguous_reads(
         order = sorted(by_rank[rank], key=lambda i: chunks[i][1])
         starts = np.array([chunks[i][1] for i in order], np.int64)
         stops = starts + np.array([chunks[i][2] for i in order], np.int64)
-        files = np.searchsorted(np.asarray((borders or {}).get(rank, ()), np.int64), starts, side="right")
-        for file in np.unique(files).tolist():
-            here = np.flatnonzero(files == file)
-            bounds, members = coalesce(starts[here], stops[here], gap)
-            first = np.searchsorted(members, np.arange(len(bounds) + 1)).tolist()
-            for k, (low, high) in enumerate(bounds.tolist()):
-                positions: list[int] = here[first[k] : first[k + 1]].tolist()
-                inside = tuple([order[i] for i in positions])
-                reads += [ContiguousRead(rank, low, high, inside)] if limit is None else _split(inside, chunks, limit)
+        bounds, members = coalesce(starts, stops, gap)
+        first = np.searchsorted(members, np.arange(len(bounds) + 1)).tolist()
+        for k, (low, high) in enumerate(bounds.tolist()):
+            inside = tuple(order[first[k] : first[k + 1]])
+            reads += [ContiguousRead(rank, low, high, inside)] if limit is None else _split(inside, chunks, limit)
     return reads
 
 
@@ -121,35 +86,6 @@ def split_at_multiples(start: int, stop: int, origin: int, step: int) -> Iterabl
         high = min(start + step - (start - origin) % step, stop)
         yield start, high
         start = high
-
-
-def plan_load(
-    wants: Sequence[WantedRegion],
-    *,
-    limit: int = READ_LIMIT,
-    gap: int = READ_GAP,
-    borders: Mapping[int, Sequence[int]] | None = None,
-) -> list[ReadBlock]:
-    """Plans the reads that fill every wanted region, by file and offset.
-
-    Args:
-        limit: bytes of one read, at most.
-        gap: unneeded bytes between needed ones, up to which they are read and not skipped.
-        borders: by rank, the stream offsets where a new file starts: no read crosses one.
-    """
-    copies: list[BoxCopy] = []
-    ranges: list[tuple[int, int, int]] = []
-    for i, want in enumerate(wants):
-        for chunk in want.chunks:
-            common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
-            if common is None or not common.size:
-                continue
-            for box in bounded_span_boxes(common, chunk.region, want.itemsize, limit=limit, gap=gap):
-                first, last = byte_runs(box, chunk.region, want.itemsize).span
-                copies.append(BoxCopy(i, box, chunk.region, chunk.start + first, chunk.start + last))
-                ranges.append((chunk.rank, chunk.start + first, last - first))
-    reads = plan_contiguous_reads(ranges, gap=gap, borders=borders, limit=limit)
-    return [ReadBlock(r.rank, r.start, r.stop, tuple([copies[i] for i in r.members])) for r in reads]
 
 
 def bounded_span_boxes(box: Region, outer: Region, itemsize: int, *, limit: int, gap: int) -> Iterable[Region]:
