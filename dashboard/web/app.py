@@ -31,6 +31,7 @@ from ..runs import routes as runs_routes
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
 from ..runs.routes import NotModified
+from ..runs.usage import CleanUpPlans
 from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
@@ -76,7 +77,7 @@ def create_app(
     library = app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     jobs = app.state.verify_jobs = VerifyJobs(library)
     services = (library, jobs, ChangeJobs(library), Comparisons(library), SaveRates(), TrendTables(library))
-    app.state.services = {type(one): one for one in services}
+    app.state.services = {type(one): one for one in (*services, CleanUpPlans(library))}
     app.state.boot = secrets.token_hex(8)
     app.state.templates = templates()
     for room in ROOMS:  # the routes themselves: `include_router` makes each anew for every application

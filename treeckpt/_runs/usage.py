@@ -102,7 +102,7 @@ class Projection(msgspec.Struct, frozen=True):
     """The bytes of all files of a run over time under policies."""
 
     source: Source
-    """Where the policies come from: the run itself, the start of the dashboard, the request; all: nothing is deleted."""
+    """Where the policies come from, see `ProjectionRow`."""
     keep: str
     """The policies, as `treeckpt.policy.keep_text` has them."""
     points: tuple[tuple[float, int], ...]
@@ -138,8 +138,12 @@ class RunUsage(msgspec.Struct, frozen=True):
     pattern: SavePattern | None
     """How it saves; None where too few saves followed each other to know."""
     projections: tuple[Projection, ...]
-    """What it would take if it went on as it saved last: the first is under the policies that were asked for, else under
-    its own; then under its own, and with nothing deleted. Empty without a pattern."""
+    """What it would take if it went on as it saved last: under the policies that were asked for, under its own, and with
+    nothing deleted. Empty without a pattern."""
+
+    def at(self, infos: Sequence[CheckpointInfo], now_ns: int) -> RunUsage:
+        """Returns the same at another time, at which the run may have ended."""
+        return msgspec.structs.replace(self, live=is_live(infos, self.pattern, now_ns))
 
     @property
     def written_per_day(self) -> float | None:
@@ -269,3 +273,74 @@ def seconds_until_full(free: int, usages: Iterable[RunUsage]) -> float | None:
             return early + (late - early) * (free - low) / (high - low) if high > low else early
     rate = sum(one.per_day for one in growing) / DAY
     return times[-1] + (free - grown(times[-1])) / rate if rate > 0 else None
+
+
+class ProjectionRow(msgspec.Struct, frozen=True):
+    """What a run takes under policies if it goes on as it saved last."""
+
+    source: Source
+    """given: asked for; recorded: by the manager that saved last; dashboard: given at its start; all: none."""
+    keep: str
+    in_a_week: int
+    """Bytes in a week."""
+    per_day: float
+    """Bytes per day by which it grows in the end."""
+
+
+class UsageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command and the page of usage show of one run, beside the bytes that it has."""
+
+    live: bool | None
+    """Whether it still saves; None, as all that follows, until all of its directories are read."""
+    between: float | None
+    """Usual seconds between two saves."""
+    save_nbytes: int | None
+    """Usual bytes of a save."""
+    written_per_day: float | None
+    """Bytes that it writes per day, whatever is deleted; 0 once it has ended."""
+    per_day: float | None
+    """Bytes per day by which it grows in the end under the first of `projections`; 0 once it has ended."""
+    projections: list[ProjectionRow]
+    """Under the policies that were asked for, under its own, and with nothing deleted."""
+    disk: int | None
+    """Equal for runs on the same disk; None if that is not known, as of object stores."""
+    disk_free: int | None
+    disk_total: int | None
+    disk_live: int | None
+    """Live runs on the same disk, this one included."""
+    days: float | None
+    """Days until the disk is full by the growth of those; None where it never is, or is not known."""
+
+
+def usage_figures(usages: Sequence[RunUsage | None], disks: Sequence[Disk | None]) -> list[UsageFigures]:
+    """Returns what is shown of several runs, whose disks fill by the growth of all live ones on them.
+
+    Args:
+        usages: None for a run that is still being read.
+        disks: on which these runs are.
+    """
+    found: list[UsageFigures] = []
+    for usage, disk in zip(usages, disks, strict=True):
+        pairs = zip(usages, disks, strict=True)
+        beside = [one for one, other in pairs if disk is not None and other and other.number == disk.number]
+        known = [one for one in beside if one is not None]
+        sure = disk is not None and len(known) == len(beside)
+        seconds = seconds_until_full(disk.free, known) if disk is not None and sure else None
+        pattern = usage.pattern if usage else None
+        projections = usage.projections if usage else ()
+        found.append(
+            UsageFigures(
+                live=usage.live if usage else None,
+                between=pattern.seconds if pattern else None,
+                save_nbytes=pattern.nbytes if pattern else None,
+                written_per_day=usage.written_per_day if usage else None,
+                per_day=usage.growth_per_day if usage else None,
+                projections=[ProjectionRow(one.source, one.keep, one.in_a_week, one.per_day) for one in projections],
+                disk=disk.number if disk else None,
+                disk_free=disk.free if disk else None,
+                disk_total=disk.total if disk else None,
+                disk_live=sum(one.live for one in known) if sure else None,
+                days=seconds / DAY if seconds is not None else None,
+            )
+        )
+    return found
