@@ -49,11 +49,10 @@ def show_usage(runs: Mapping[str, Sequence[CheckpointInfo]], given: Sequence[Pol
         print_line(f"{run}: {bytes_text(usage.nbytes)} in {count_text(usage.checkpoints, 'checkpoint')}")
         _print_growth(usage, known)
         if known.disk_free is not None:
-            by = count_text(known.disk_live or 0, "live run")
+            free, total = bytes_text(known.disk_free), bytes_text(known.disk_total or 0)
             full = f"full in {known.days:.1f} days" if known.days is not None else "does not fill"
-            print_line(
-                f"disk: {bytes_text(known.disk_free)} free of {bytes_text(known.disk_total or 0)}, {full}, by {by} of those named"
-            )
+            by = count_text(known.disk_live or 0, "live run")
+            print_line(f"disk: {free} free of {total}, {full}, by {by} of those named")
 
 
 def _print_growth(usage: RunUsage, known: UsageFigures) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from ..policy import All, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
+from ..policy import All, EveryPeriod, EverySteps, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
 from .catalog import CheckpointInfo, id_of, step_info
 
 INTERVALS = 50
@@ -28,8 +28,11 @@ ENDED_INTERVALS = 20
 DAY, WEEK = 86_400.0, 7 * 86_400.0
 POINTS = (DAY, WEEK, 2 * WEEK)
 """Seconds from now for which bytes are computed; behind the last point they grow as between the last two."""
-MAX_SAVES = 20_000
+MAX_SAVES = 5_000
 """Saves that are simulated; where a run makes more until the last point, all points are earlier, in proportion."""
+PERIODS = 20
+"""Checkpoints that a policy by period or step keeps, which are simulated all the same, within MOST_SAVES saves."""
+MOST_SAVES = 100_000
 
 
 class SavePattern(msgspec.Struct, frozen=True):
@@ -138,8 +141,8 @@ class RunUsage(msgspec.Struct, frozen=True):
     pattern: SavePattern | None
     """How it saves; None where too few saves followed each other to know."""
     projections: tuple[Projection, ...]
-    """What it would take if it went on as it saved last: under the policies that were asked for, under its own, and with
-    nothing deleted. Empty without a pattern."""
+    """What it would take if it went on as it saved last: under the policies that were asked for, under its own, and if
+    nothing were deleted. Empty without a pattern."""
 
     def at(self, infos: Sequence[CheckpointInfo], now_ns: int) -> RunUsage:
         """Returns the same at another time, at which the run may have ended."""
@@ -207,19 +210,26 @@ def project(
     total = sum(info.disk_nbytes or 0 for info in infos)
     others = total - sum(nbytes.values())
     held = [step_info(info) for info in steps.values()]
-    scale = min(1.0, MAX_SAVES * pattern.seconds / POINTS[-1])
+    scale = min(1.0, _simulated_saves(policies, pattern) * pattern.seconds / POINTS[-1])
     coming = _coming_saves(held, pattern, now_ns, int(POINTS[-1] * scale / pattern.seconds))
-    points, done = [(0.0, total)], 0
+    points, done, whole = [(0.0, total)], 0, any(isinstance(policy, All) for policy in policies)
     for seconds in (point * scale for point in POINTS):
         count = int(seconds / pattern.seconds)
         new = coming[done:count]
         replaced = {info.step for info in new}  # as on an abandoned branch
         held, done = [*(info for info in held if info.step not in replaced), *new], count
         nbytes |= dict.fromkeys(replaced, pattern.nbytes)
-        stays = kept(held, policies)
+        stays = nbytes.keys() if whole else kept(held, policies)
         held = [info for info in held if info.step in stays]
         points.append((seconds, others + sum(nbytes[step] for step in stays)))
     return Projection(source, keep_text(policies), tuple(points))
+
+
+def _simulated_saves(policies: Sequence[Policy], pattern: SavePattern) -> float:
+    """Returns how many saves show how policies let a run grow in the end."""
+    periods = [policy.seconds / pattern.seconds for policy in policies if isinstance(policy, EveryPeriod)]
+    periods += [policy.steps / pattern.steps for policy in policies if isinstance(policy, EverySteps)]
+    return min(max(MAX_SAVES, PERIODS * max(periods, default=0.0)), MOST_SAVES)
 
 
 def _coming_saves(held: Sequence[StepInfo], pattern: SavePattern, now_ns: int, count: int) -> list[StepInfo]:

@@ -40,7 +40,7 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     """The text by which it was saved, in the place of a step: the name of its directory."""
     keep: str = ""
-    """The retention policies of the manager that saved it, as `treeckpt.policy.keep_text` has them; empty if unknown."""
+    """The policies of the manager that saved it, as `treeckpt.policy.keep_text` has them; empty if not known."""
 
     def is_sound(self) -> bool:
         """Returns whether the numbers are in order and in bounds, and the texts are such as a manager records."""
