@@ -22,7 +22,7 @@ from treeckpt._threads import ThreadPool
 from treeckpt.errors import TreeckptError, visible
 from treeckpt.policy import All, Policy, keep_text, parse_keep
 
-from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start, status_of
+from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
@@ -221,7 +221,7 @@ def _usage_row(
     summary = summarize_run(run, listed, policies)
     statuses = dict[str, int]()
     for info in filter(_is_checkpoint, infos):
-        statuses[status_of(info)] = statuses.get(status_of(info), 0) + (info.disk_nbytes or 0)
+        statuses[info.status] = statuses.get(info.status, 0) + (info.disk_nbytes or 0)
     known = figures.live is not None
     plan = plans.plan(run, policies) if known else None
     return filled(

@@ -55,7 +55,7 @@ def save_pattern(infos: Iterable[CheckpointInfo]) -> SavePattern | None:
     Args:
         infos: of the run, newest first.
     """
-    saves = [info for info in infos if info.status == "complete" and not info.abandoned and info.created_ns]
+    saves = [info for info in infos if info.files == "complete" and not info.abandoned and info.created_ns]
     pairs = list(islice((pair for pair in pairwise(saves) if _follows(*pair)), INTERVALS))
     if len(pairs) < 2:
         return None
@@ -79,7 +79,7 @@ def is_live(infos: Sequence[CheckpointInfo], pattern: SavePattern | None, now_ns
     """Whether a run still saves: a save is in progress, or the last one is not much older than usual."""
     if any(save.state == "in_progress" for info in infos for save in info.saving):
         return True
-    newest = max((info.created_ns or 0 for info in infos if info.status == "complete"), default=0)
+    newest = max((info.created_ns or 0 for info in infos if info.files == "complete"), default=0)
     return now_ns - newest < max(ENDED, ENDED_INTERVALS * pattern.seconds if pattern else 0.0) * 1e9
 
 
@@ -89,7 +89,7 @@ def recorded_policies(infos: Iterable[CheckpointInfo]) -> tuple[Policy, ...]:
     Args:
         infos: of the run, newest first.
     """
-    newest = next((info for info in infos if info.status == "complete"), None)
+    newest = next((info for info in infos if info.files == "complete"), None)
     if newest is None or newest.lineage is None:
         return ()
     try:
@@ -177,7 +177,7 @@ def usage_of_run(
         given: policies that were asked for.
         default: the policies of a run that has recorded none, if they are known.
     """
-    infos = [info for info in infos if info.status != "foreign"]
+    infos = [info for info in infos if info.files != "foreign"]
     recorded = recorded_policies(infos)
     wanted: list[tuple[Source, Sequence[Policy]]] = [("given", given)] if given else []
     if own := recorded or default:
@@ -205,7 +205,7 @@ def project(
 
     What policies do not decide about, as damaged checkpoints and files of other programs, stays.
     """
-    steps = {step: info for info in infos if info.status == "complete" and (step := id_of(info)) is not None}
+    steps = {step: info for info in infos if info.files == "complete" and (step := id_of(info)) is not None}
     nbytes = {step: info.disk_nbytes or 0 for step, info in steps.items()}
     total = sum(info.disk_nbytes or 0 for info in infos)
     others = total - sum(nbytes.values())
