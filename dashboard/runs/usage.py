@@ -179,13 +179,21 @@ def usage_page(
     usages = [_usage(library, run, listed[run.id], given, now_ns) for run in library.runs]
     figures = usage_figures(usages, [None if run.url else disk_of(run.path) for run in library.runs])
     rows = [
-        _usage_row(library, plans, run, listed[run.id], given, total, start, known)
+        _usage_row(library, plans, run, listed[run.id], known, given=given, total=total, start=start)
         for run, known in zip(library.runs, figures, strict=True)
     ]
     made = [row.plan.freed for row in rows if row.plan is not None]
     ready = len(made) == len(rows)
     freed = sum(made) if ready else None
-    return UsagePage(keep_text(given), iso_time(now_ns) or "", ready, total, freed, start, rows)
+    return UsagePage(
+        keep=keep_text(given),
+        as_of=iso_time(now_ns) or "",
+        complete=ready,
+        nbytes=total,
+        freed=freed,
+        start=start,
+        runs=rows,
+    )
 
 
 @lru_cache(512)
@@ -211,10 +219,11 @@ def _usage_row(
     plans: CleanUpPlans,
     run: Run,
     listed: Listed,
+    figures: UsageFigures,
+    *,
     given: tuple[Policy, ...],
     total: int,
     start: int,
-    figures: UsageFigures,
 ) -> UsageRow:
     infos = [info for _, info in listed]
     policies = given or policies_of(library, listed)

@@ -248,7 +248,7 @@ def _coming_saves(held: Sequence[StepInfo], pattern: SavePattern, now_ns: int, c
     ]
 
 
-class Disk(msgspec.Struct, frozen=True):
+class FileSystem(msgspec.Struct, frozen=True):
     """A file system that holds runs."""
 
     number: int
@@ -257,11 +257,11 @@ class Disk(msgspec.Struct, frozen=True):
     total: int
 
 
-def disk_of(path: Path) -> Disk | None:
+def disk_of(path: Path) -> FileSystem | None:
     """Returns the file system of a local directory; None where it cannot be asked."""
     try:
         usage = shutil.disk_usage(path)
-        return Disk(path.stat().st_dev, usage.free, usage.total)
+        return FileSystem(path.stat().st_dev, usage.free, usage.total)
     except OSError:
         return None
 
@@ -322,7 +322,7 @@ class UsageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Days until the disk is full by the growth of those; None where it never is, or is not known."""
 
 
-def usage_figures(usages: Sequence[RunUsage | None], disks: Sequence[Disk | None]) -> list[UsageFigures]:
+def usage_figures(usages: Sequence[RunUsage | None], disks: Sequence[FileSystem | None]) -> list[UsageFigures]:
     """Returns what is shown of several runs, whose disks fill by the growth of all live ones on them.
 
     Args:
