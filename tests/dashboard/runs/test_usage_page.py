@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.dashboard.helpers import page, under_way
+from tests.dashboard.helpers import page, under_way, usage_when_made
 from tests.helpers.large import write_many
 from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
 from treeckpt._cli.main import main
@@ -17,14 +17,6 @@ from treeckpt._core.text import bytes_text
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
 from treeckpt_dashboard.store.watch import ScanProgress
-
-
-def usage_when_made(client, **params):
-    """Requests the usage until all directories are read and all plans are made."""
-    end = time.monotonic() + 300
-    while not (usage := client.get("/api/v1/usage", params=params).json())["complete"]:
-        assert time.monotonic() < end
-    return usage
 
 
 def write_live(run, count, seconds=60):
