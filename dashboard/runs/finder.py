@@ -15,7 +15,7 @@ from treeckpt.errors import TreeckptError, visible
 from ..pages.checkpoints import shorten
 from ..store.index_reader import StillReading
 from ..store.library import Library, Listed, Run
-from .summary import summarize_run
+from .summary import policies_of, summarize_run
 
 MAX_RUNS, MAX_STEPS, MAX_LEAVES = 6, 8, 12
 """Items of each kind."""
@@ -70,7 +70,7 @@ def find_page(library: Library, q: str = "", at: str = "") -> FindPage:
     ]
     trees = [shown] if shown is not None and shown[2].leaves is not None else []
     for run in runs:
-        newest = summarize_run(run, listed[run.id], library.policies).resume.newest
+        newest = summarize_run(run, listed[run.id], policies_of(library, listed[run.id])).resume.newest
         if newest is not None and (shown is None or newest[0] != shown[1]):
             trees.append((run, *newest))
     leaves, complete = _found_leaves(library, trees, words) if words else ([], True)

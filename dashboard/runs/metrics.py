@@ -8,10 +8,10 @@ from typing import get_args
 
 from treeckpt._runs.catalog import Status
 from treeckpt._runs.run_metrics import sum_nbytes
+from treeckpt._runs.usage import disk_of
 
 from ..store.library import Library, Run
-from .summary import save_pace, summarize_run
-from .usage import disk_of
+from .summary import policies_of, save_pace, summarize_run
 
 _STATUSES = get_args(Status)
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -63,7 +63,8 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     yield "checkpoints_intact", {}, sum(info.intact for info in infos)
     yield "checkpoint_bytes", {}, sum_nbytes(infos)
     newest = next((info for info in infos if info.status == "complete"), None)
-    summary = summarize_run(run, listed, library.policies)
+    summary = summarize_run(run, listed, policies_of(library, listed))
+    disk = None if run.url else disk_of(run.path)
     resume, pace = summary.resume, save_pace(summary.resume, time.time_ns(), saving=summary.saving > 0)
     for name, value in (
         ("newest_step", newest.step if newest else None),
@@ -73,7 +74,7 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
         ("newest_good_step", resume.newest[1].step if resume.newest else None),
         ("newest_good_age_seconds", pace.age),
         ("save_interval_seconds", pace.interval),
-        ("disk_free_bytes", disk_of(run)[0]),
+        ("disk_free_bytes", disk.free if disk is not None else None),
     ):
         if value is not None:
             yield name, {}, value

@@ -163,7 +163,7 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         listed = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        pace = _pace(summarize_run(run, listed, library.policies))
+        pace = _pace(summarize_run(run, listed, policies_of(library, listed)))
         scanned = (progress.seen, progress.total) if not progress.complete else ""
         parts.append(f"{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
     return "-".join(parts)
@@ -244,7 +244,7 @@ def _run_part(
     library: Library, run: Run, query: ListQuery, count: int, columns: Sequence[MetricColumn] = ()
 ) -> tuple[RunPart, RunSummary]:
     listed, watch = library.checkpoints(run), library.watches[run.id]
-    policies = policies_of(library, query.keep)
+    policies = policies_of(library, listed, query.keep)
     summary = summarize_run(run, listed, policies, choice_of(query.best))
     good = summary.resume.newest
     select = partial(_select, status=query.status, q=query.q, sort=query.sort)

@@ -14,12 +14,13 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
 from ..pages.answers import PageRouter
 from ..store.library import Library, Run
-from . import live, model, overlay, usage
+from . import live, model, overlay
 from .finder import find_page
 from .first_nan import NanPage, get_first_nan
 from .metrics import metrics_text
 from .model import RUN_SORTS, SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 from .run_table import TableQuery
+from .usage import CleanUpPlans, UsagePage, usage_page
 
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
@@ -58,12 +59,16 @@ def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
     Raises:
         NotModified: the client has it.
     """
-    given = request.headers.get("if-none-match", "")
     # a client that polls waits for what is new; one that opens a page wants to see it
-    version = model.run_tag(library, runs, wait=1.0 if given else 0.0)
+    given = request.headers.get("if-none-match", "")
+    _compare_tag(request, model.run_tag(library, runs, wait=1.0 if given else 0.0))
+
+
+def _compare_tag(request: Request, version: str) -> None:
+    """Sets the ETag of an answer of this version; errors as `_check_tag`."""
     text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
     tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
-    if tag in given:
+    if tag in request.headers.get("if-none-match", ""):
         raise NotModified(tag)
     request.state.etag = tag
 
@@ -121,6 +126,19 @@ def get_overlay_lines(
     return overlay.overlay_lines(library, TableQuery(metric=metric, run=run), low=low, high=high)
 
 
+def get_usage(
+    request: Request, library: Library, plans: CleanUpPlans, keep: str | None = None, start: int = 0
+) -> UsagePage:
+    """Bytes by run and by policy, what each run will take, and what a clean-up would free. Nothing is deleted."""
+    page = usage_page(library, plans, keep, start)
+    versions = [library.watches[row.run].version for row in page.runs]
+    plans_made = [row.plan and (row.plan.freed, row.plan.removals) for row in page.runs]
+    live = [(row.scan, row.live) for row in page.runs]
+    # what changes with the clock alone, as the free bytes, is no reason to draw the page again
+    _compare_tag(request, f"{versions} {plans_made} {live}")
+    return page
+
+
 def show_metrics(library: Library) -> PlainTextResponse:
     """The figures of all runs for Prometheus."""
     return PlainTextResponse(metrics_text(library), media_type="text/plain; version=0.0.4")
@@ -152,5 +170,5 @@ router.get(
     high=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the last step"),
 )
 router.get("/live", live.live_page, "live.html")
-router.get("/usage", usage.usage_page, "usage.html", table="runs")
+router.get("/usage", get_usage, "usage.html", table="runs")
 router.show("/metrics", show_metrics)

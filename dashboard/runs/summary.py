@@ -8,8 +8,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from statistics import median
 from typing import Literal
 
 import msgspec
@@ -18,6 +16,7 @@ from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
 from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric, sum_nbytes
 from treeckpt._runs.run_state import status_of_run
+from treeckpt._runs.usage import ENDED, ENDED_INTERVALS, recorded_policies, save_pattern
 from treeckpt.errors import visible
 from treeckpt.policy import Best, KeepError, Policy, kept, parse_keep
 
@@ -46,11 +45,6 @@ LATE = 3.0
 """Usual intervals after which the newest good checkpoint is late."""
 SOONEST = 60.0
 """Seconds within which none is."""
-ENDED = 3600.0
-"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
-ENDED_INTERVALS = 20
-INTERVALS = 50
-"""The newest intervals of which the median is the usual one."""
 MAX_BRANCHES = 100
 """Branches of a run that are listed."""
 MAX_PASSED_OVER = 5
@@ -232,13 +226,14 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None
     rated = best_checkpoint((info for _, info in good), rating) if rating is not None else None
     best = next((pair for pair in good if pair[1] is rated), None)
     infos = [info for _, info in listed]
+    pattern = save_pattern(infos)
     return ResumeFacts(
         newest=good[0] if good else None,
         best=best,
         rating=rating if best is not None else None,
         intact=next((pair for pair in good if pair[1].intact), None),
         passed_over=tuple(passed_over),
-        interval=_usual_interval(infos),
+        interval=pattern.seconds if pattern is not None else None,
         branches=tuple(_lineage(infos)),
     )
 
@@ -252,23 +247,6 @@ def _why_not_good(info: CheckpointInfo) -> str:
         known = status in ("damaged", "partial", "unread")
         return f"{status}: {info.problem}" if known and info.problem else status if known else _NO_CHECKPOINT
     return "it is on an abandoned branch" if info.abandoned else info.unhealthy
-
-
-def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
-    """Returns the median of the seconds between saves; None with fewer than two intervals.
-
-    An interval is between a checkpoint and the one that it follows: where others between them were deleted since,
-    there is none. Checkpoints without a record of that follow the one that was begun before them.
-    """
-    saves = [info for info in infos if info.files == "complete" and not info.abandoned and info.created_ns]
-    intervals: list[float] = []
-    for newer, older in pairwise(saves):
-        seconds = ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
-        if seconds > 0 and (newer.lineage is None or newer.lineage.follows == older.save_id):
-            intervals.append(seconds)
-            if len(intervals) == INTERVALS:
-                break
-    return median(intervals) if len(intervals) > 1 else None
 
 
 def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
@@ -357,13 +335,15 @@ def shell_quoted(text: str) -> str:
     return f"$'{''.join(plain)}'"
 
 
-def policies_of(library: Library, keep: str | None) -> tuple[Policy, ...]:
-    """Returns the policies of a request, or those that the dashboard was given.
+def policies_of(library: Library, listed: Listed, keep: str | None = None) -> tuple[Policy, ...]:
+    """Returns the policies of a request, else those that the run has recorded, else those of the dashboard.
 
     Raises:
         KeepError: `keep` is not valid.
     """
-    return library.policies if keep is None else parse_keep(keep)
+    if keep is not None:
+        return parse_keep(keep)
+    return recorded_policies(info for _, info in listed) or library.policies
 
 
 def choice_of(text: str) -> Best | None:

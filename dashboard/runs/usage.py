@@ -1,9 +1,16 @@
-"""The page of disk usage: bytes by run and by retention policy, and what a clean-up would free. Nothing is deleted."""
+"""The page of disk usage: bytes by run and by policy, what a run will take, and what a clean-up would free.
+
+The numbers of a run's growth are those of `treeckpt._runs.usage`. To plan a clean-up every directory is listed, which
+takes seconds for thousands: a thread does it, and pages say that it has not ended. Nothing is deleted.
+"""
 
 from __future__ import annotations
 
-import shutil
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -11,15 +18,25 @@ from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.run import RunDirectory
 from treeckpt._runs.run_metrics import sum_nbytes
+from treeckpt._runs.usage import RunUsage, UsageFigures, disk_of, usage_figures, usage_of_run
+from treeckpt._threads import ThreadPool
 from treeckpt.errors import TreeckptError, visible
-from treeckpt.policy import All, Policy, keep_text
+from treeckpt.policy import All, Policy, keep_text, parse_keep
 
-from ..pages.checkpoints import PAGE_ROWS, next_start
+from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.foreign_trees import ForeignInfo
-from ..store.library import Library, Run
-from .summary import policies_of, reasons_of
+from ..store.library import LastResult, Library, Listed, Run
+from ..store.watch import ScanProgress
+from .summary import RunSummary, policies_of, summarize_run
 
-DAY_NS = 86_400 * 10**9
+PLAN_WAIT = 0.2
+"""Seconds for which a page waits for a plan; then it says that it is being made."""
+PLAN_FRESH = 30.0
+"""Seconds after which a plan is made again, though no checkpoint has changed: a save may have died."""
+MAX_PLANS = 64
+"""Plans that are remembered."""
+MAX_PENDING = 16
+"""Plans that wait to be made."""
 
 
 class ReasonRow(msgspec.Struct, frozen=True):
@@ -41,68 +58,157 @@ class RemovalRow(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class UsageRow(msgspec.Struct, frozen=True):
-    """Disk usage of one run."""
+class PlanRow(msgspec.Struct, frozen=True):
+    """What a clean-up of a run would do."""
+
+    made: str
+    freed: int
+    """Bytes that it would free."""
+    removals: int
+    rows: list[RemovalRow]
+    next: int | None
+    left: list[RemovalRow]
+    """What it leaves although no policy keeps it, and why."""
+    problem: str | None
+
+
+class UsageRow(UsageFigures, frozen=True, kw_only=True):
+    """Disk usage of one run; as long as its directories are still being read, of those that were."""
 
     run: str
     name: str
     path: str
+    scan: ScanProgress
     checkpoints: int
+    """Directories that hold one, also those of other programs."""
     nbytes: int
     """Bytes of all files of its checkpoints, as every count of bytes here."""
     share: float
     """Share of the bytes of all runs."""
     statuses: dict[str, int]
     """Bytes by status."""
+    keep: str
+    """The policies by which it is pruned: those that were asked for, else its own; empty if none are known."""
     reasons: list[ReasonRow]
-    freed: int
-    """Bytes that a clean-up would free."""
-    removals: int
-    rows: list[RemovalRow]
-    next: int | None
-    left: list[RemovalRow]
-    """What a clean-up leaves although no policy keeps it, and why."""
-    disk_free: int | None
-    disk_total: int | None
-    per_day: float | None
-    """Bytes that the newest saves add per day."""
-    between: float | None
-    """Seconds between two saves."""
-    disk_runs: int
-    """Runs of the dashboard on the same disk, this one included."""
-    disk_per_day: float | None
-    """Bytes that the newest saves of all these runs add per day."""
-    days: float | None
-    """Days until the disk is full if nothing is deleted, with all runs on it growing as they did."""
-    days_after: float | None
-    """Days until the disk is full after a clean-up of all these runs."""
-    disk: int | None
-    """Equal for runs on the same disk; None if that is not known, as of object stores."""
-    problem: str | None
+    """Empty until all directories are read."""
+    plan: PlanRow | None
+    """None while it is being made."""
 
 
 class UsagePage(msgspec.Struct, frozen=True):
     """Disk usage of every run, and what a clean-up would free."""
 
     keep: str
+    """The policies that were asked for."""
+    as_of: str
+    complete: bool
+    """Whether all directories are read, and all plans are made."""
     nbytes: int
-    freed: int
+    freed: int | None
     start: int
     runs: list[UsageRow]
 
 
-def usage_page(library: Library, keep: str | None = None, start: int = 0) -> UsagePage:
-    """Bytes by run and by policy, and what a clean-up would free. Nothing is deleted.
+class Plan(msgspec.Struct, frozen=True):
+    """The plan of a clean-up, and of which state of the run."""
+
+    version: int
+    made: float
+    """By the monotonic clock."""
+    made_ns: int
+    report: CleanReport | None
+    problem: str | None
+
+
+class CleanUpPlans:
+    """Plans of clean-ups, made one after the other by a thread."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._thread = ThreadPool(1, "treeckpt-usage")
+        self._plans: OrderedDict[tuple[str, Sequence[Policy]], Plan] = OrderedDict()
+        self._pending: dict[tuple[str, Sequence[Policy]], Future[Plan]] = {}
+
+    def plan(self, run: Run, policies: tuple[Policy, ...]) -> Plan | None:
+        """Returns the last plan; starts to make one unless it is fresh; None while there is none."""
+        key, version = (run.id, policies), self._library.watches[run.id].version
+        self._take_ended()
+        last = self._plans.get(key)
+        if last is not None and last.version == version and time.monotonic() - last.made < PLAN_FRESH:
+            return last
+        if key not in self._pending and len(self._pending) < MAX_PENDING:
+            made = self._pending[key] = self._thread.submit(self._make, run, policies, version)
+            wait([made], PLAN_WAIT)
+            self._take_ended()
+        return self._plans.get(key)
+
+    def _take_ended(self) -> None:
+        for key, pending in list(self._pending.items()):
+            if pending.done():
+                self._pending.pop(key, None)
+                self._plans[key] = pending.result()
+                self._plans.move_to_end(key)
+        while len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+
+    def _make(self, run: Run, policies: Sequence[Policy], version: int) -> Plan:
+        report, problem = None, None
+        if not self._library.is_run(run):
+            problem = "A checkpoint by itself: policies decide about runs."
+        else:
+            try:
+                cache, known = self._library.summary_cache(run), self._library.cache.verifications
+                directory = RunDirectory(run.store, cache=cache, verifications=known)
+                report = directory.clean(policies or (All(),), dry_run=True)
+            except (TreeckptError, OSError, ArithmeticError, RecursionError) as error:
+                problem = visible(str(error))
+        return Plan(version, time.monotonic(), time.time_ns(), report, problem)
+
+
+def usage_page(
+    library: Library, plans: CleanUpPlans, keep: str | None = None, start: int = 0, *, now_ns: int | None = None
+) -> UsagePage:
+    """Bytes by run and by policy, what each run will take, and what a clean-up would free. Nothing is deleted.
 
     Raises:
         KeepError: `keep` is not valid.
     """
-    policies = policies_of(library, keep)
+    given, now_ns = parse_keep(keep or ""), time.time_ns() if now_ns is None else now_ns
     library.start_scans(library.runs)
-    infos = {run.id: [info for _, info in library.checkpoints(run)] for run in library.runs}
-    total = sum(sum_nbytes(found) for found in infos.values())
-    rows = _count_by_disk([_usage_row(library, run, infos[run.id], policies, total, start) for run in library.runs])
-    return UsagePage(keep_text(policies), total, sum(row.freed for row in rows), start, rows)
+    listed = {run.id: library.checkpoints(run) for run in library.runs}
+    total = sum(sum_nbytes([info for _, info in found]) for found in listed.values())
+    usages = [_usage(library, run, listed[run.id], given, now_ns) for run in library.runs]
+    figures = usage_figures(usages, [None if run.url else disk_of(run.path) for run in library.runs])
+    rows = [
+        _usage_row(library, plans, run, listed[run.id], known, given=given, total=total, start=start)
+        for run, known in zip(library.runs, figures, strict=True)
+    ]
+    made = [row.plan.freed for row in rows if row.plan is not None]
+    ready = len(made) == len(rows)
+    freed = sum(made) if ready else None
+    return UsagePage(
+        keep=keep_text(given),
+        as_of=iso_time(now_ns) or "",
+        complete=ready,
+        nbytes=total,
+        freed=freed,
+        start=start,
+        runs=rows,
+    )
+
+
+@lru_cache(512)
+def _last_usage(run_id: str, given: Sequence[Policy], default: Sequence[Policy]) -> LastResult[Listed, RunUsage]:
+    return LastResult()
+
+
+def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], now_ns: int) -> RunUsage | None:
+    """Returns how a run grows; None until all of its directories are read. It is projected once for a list."""
+    if not library.watches[run.id].progress.complete:
+        return None
+    infos = [info for _, info in listed]
+    project = partial(usage_of_run, infos, now_ns, given=given, default=library.policies)
+    return _last_usage(run.id, given, library.policies).of(listed, lambda _: project()).at(infos, now_ns)
 
 
 def _is_checkpoint(info: CheckpointInfo) -> bool:
@@ -110,74 +216,52 @@ def _is_checkpoint(info: CheckpointInfo) -> bool:
 
 
 def _usage_row(
-    library: Library, run: Run, infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...], total: int, start: int
+    library: Library,
+    plans: CleanUpPlans,
+    run: Run,
+    listed: Listed,
+    figures: UsageFigures,
+    *,
+    given: tuple[Policy, ...],
+    total: int,
+    start: int,
 ) -> UsageRow:
-    nbytes, statuses = sum_nbytes(infos), dict[str, int]()
-    for info in infos:
-        if _is_checkpoint(info):
-            statuses[info.status] = statuses.get(info.status, 0) + (info.disk_nbytes or 0)
-    report, problem = _dry_run(library, run, policies or (All(),))
-    freed = report.nbytes if report else 0
-    removed = report.removed if report else ()
-    growth = growth_of(
-        [(i.created_ns, i.disk_nbytes) for i in infos if i.files == "complete" and i.created_ns and i.disk_nbytes]
-    )
-    free, disk, number = disk_of(run)
-    return UsageRow(
+    infos = [info for _, info in listed]
+    policies = given or policies_of(library, listed)
+    summary = summarize_run(run, listed, policies)
+    statuses = dict[str, int]()
+    for info in filter(_is_checkpoint, infos):
+        statuses[info.status] = statuses.get(info.status, 0) + (info.disk_nbytes or 0)
+    known = figures.live is not None
+    plan = plans.plan(run, policies) if known else None
+    return filled(
+        UsageRow,
+        figures,
         run=run.id,
         name=run.name,
         path=visible(run.store.url),
+        scan=library.watches[run.id].progress,
         checkpoints=sum(map(_is_checkpoint, infos)),
-        nbytes=nbytes,
-        share=nbytes / total if total else 0.0,
+        nbytes=summary.nbytes,
+        share=summary.nbytes / total if total else 0.0,
         statuses=statuses,
-        reasons=_reasons(infos, policies),
-        freed=freed,
+        keep=keep_text(policies),
+        reasons=_reasons(infos, summary) if known else [],
+        plan=_plan_row(plan, start) if plan is not None else None,
+    )
+
+
+def _plan_row(plan: Plan, start: int) -> PlanRow:
+    removed, left = (plan.report.removed, plan.report.left) if plan.report else ((), ())
+    return PlanRow(
+        made=iso_time(plan.made_ns) or "",
+        freed=plan.report.nbytes if plan.report else 0,
         removals=len(removed),
         rows=[_removal_row(one) for one in removed[start : start + PAGE_ROWS]],
         next=next_start(start, len(removed)),
-        left=[_removal_row(one) for one in (report.left if report else ())[:PAGE_ROWS]],
-        disk_free=free,
-        disk_total=disk,
-        per_day=growth.nbytes_per_day if growth else None,
-        between=growth.seconds_between if growth else None,
-        disk_runs=1,
-        disk_per_day=None,
-        days=None,
-        days_after=None,
-        disk=number,
-        problem=problem,
+        left=[_removal_row(one) for one in left[:PAGE_ROWS]],
+        problem=plan.problem,
     )
-
-
-def _count_by_disk(rows: Sequence[UsageRow]) -> list[UsageRow]:
-    """Adds to each run how fast its disk fills: by all runs of the dashboard that are on it."""
-    return [_with_disk(row, [other for other in rows if other.disk == row.disk]) for row in rows]
-
-
-def _with_disk(row: UsageRow, beside: Sequence[UsageRow]) -> UsageRow:
-    if row.disk is None or row.disk_free is None:
-        return row
-    growing = [other.per_day for other in beside if other.per_day is not None]
-    per_day = sum(growing) if growing else None
-    return msgspec.structs.replace(
-        row,
-        disk_runs=len(beside),
-        disk_per_day=per_day,
-        days=days_until(row.disk_free, per_day),
-        days_after=days_until(row.disk_free + sum(other.freed for other in beside), per_day),
-    )
-
-
-def _dry_run(library: Library, run: Run, policies: Sequence[Policy]) -> tuple[CleanReport | None, str | None]:
-    if not library.is_run(run):
-        return None, "A checkpoint by itself: policies decide about runs."
-    try:
-        run_cache, known = library.summary_cache(run), library.cache.verifications
-        directory = RunDirectory(run.store, cache=run_cache, verifications=known)
-        return directory.clean(policies, dry_run=True), None
-    except (TreeckptError, OSError) as error:
-        return None, visible(str(error))
 
 
 def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
@@ -186,52 +270,12 @@ def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
     return RemovalRow(visible(one.name), one.what, visible(one.reason), one.nbytes)
 
 
-def _reasons(infos: Sequence[CheckpointInfo], policies: tuple[Policy, ...]) -> list[ReasonRow]:
-    by_name = {info.name: info for info in infos}
+def _reasons(infos: Sequence[CheckpointInfo], summary: RunSummary) -> list[ReasonRow]:
+    nbytes = {info.name: info.disk_nbytes or 0 for info in infos}
     counts: dict[str, list[int]] = {}
-    for name, reasons in reasons_of(infos, policies).items():
-        nbytes = by_name[name].disk_nbytes or 0
+    for name, reasons in summary.reasons.items():
         for reason in reasons:
             row = counts.setdefault(reason, [0, 0, 0])
-            row[0], row[1], row[2] = row[0] + 1, row[1] + nbytes, row[2] + (nbytes if len(reasons) == 1 else 0)
+            row[0], row[1] = row[0] + 1, row[1] + nbytes[name]
+            row[2] += nbytes[name] if len(reasons) == 1 else 0
     return [ReasonRow(visible(reason), *row) for reason, row in sorted(counts.items(), key=lambda pair: -pair[1][1])]
-
-
-def disk_of(run: Run) -> tuple[int | None, int | None, int | None]:
-    """Returns the free and the total bytes and the number of the file system that holds a local run, else None."""
-    if run.url:
-        return None, None, None
-    try:
-        usage, number = shutil.disk_usage(run.path), run.path.stat().st_dev
-    except OSError:
-        return None, None, None
-    return usage.free, usage.total, number
-
-
-class Growth(msgspec.Struct, frozen=True):
-    """The growth rate of a run by its newest saves, if nothing is deleted."""
-
-    saves: int
-    """How many saves the estimate is based on."""
-    nbytes_per_day: float
-    seconds_between: float
-
-
-def growth_of(saves: Sequence[tuple[int, int]], *, count: int = 50) -> Growth | None:
-    """Estimates the growth from the newest saves; None if there are fewer than two, or all have the same time.
-
-    Args:
-        saves: (Unix nanoseconds, bytes) of each checkpoint, in any order.
-        count: how many of the newest to use.
-    """
-    newest = sorted(saves)[-count:]
-    if len(newest) < 2 or newest[-1][0] <= newest[0][0]:
-        return None
-    span = newest[-1][0] - newest[0][0]
-    written = sum(nbytes for _, nbytes in newest[1:])
-    return Growth(len(newest), written * DAY_NS / span, span / 1e9 / (len(newest) - 1))
-
-
-def days_until(free: int, per_day: float | None) -> float | None:
-    """Returns the days until the free bytes are used up; None if nothing grows."""
-    return free / per_day if per_day is not None and per_day > 0 else None

@@ -32,6 +32,7 @@ from ..runs.first_nan import NanJobs
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
 from ..runs.routes import NotModified
+from ..runs.usage import CleanUpPlans
 from ..store.cache import Cache
 from ..store.index_reader import StillReading
 from ..store.library import Library, NotFound
@@ -77,7 +78,7 @@ def create_app(
     library = app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     jobs = app.state.verify_jobs = VerifyJobs(library)
     queues = jobs, NanJobs(library), ChangeJobs(library)
-    services = (library, *queues, Comparisons(library), SaveRates(), TrendTables(library))
+    services = (library, *queues, Comparisons(library), SaveRates(), TrendTables(library), CleanUpPlans(library))
     app.state.services = {type(one): one for one in services}
     app.state.boot = secrets.token_hex(8)
     app.state.templates = templates()

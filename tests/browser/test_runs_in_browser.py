@@ -143,3 +143,20 @@ def test_these_pages_fit_a_phone_too(watched, address, scheme):
         page.wait_for_load_state("load")
         expect_phone_width(page)
         assert page.locator("h1").count() == 1
+
+
+def test_what_a_run_takes_in_a_week_under_other_policies_takes_two_clicks_and_five_seconds(watched, serve, tmp_path):
+    write_many(tmp_path / "run", 30, start_ns=time.time_ns() - 30 * 60 * 10**9)
+    page = watched(serve(tmp_path / "run"))
+    started = time.monotonic()
+    page.get_by_role("link", name="Usage").click()
+    page.get_by_label("Policies to try").fill("last:10")
+    page.get_by_role("button", name="Preview").click()
+    row = page.get_by_role("row").filter(has_text="as typed above")
+    expect(row).to_contain_text("last:10")
+    expect(row).to_contain_text("none")
+    assert time.monotonic() - started < 5
+    expect(page).to_have_url(re.compile(r"keep=last"))
+    expect(page.get_by_role("row").filter(has_text="Nothing deleted")).to_contain_text("per day")
+    # what a clean-up would do is shown once it is planned, on its own
+    expect(page.get_by_role("region", name="Will be pruned of run")).to_contain_text("step_00000100", timeout=60_000)

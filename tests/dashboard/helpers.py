@@ -61,3 +61,11 @@ def get_when_read(client, path, timeout=300):
 def client_of(run, cache):
     """Returns a client of a dashboard with a cache directory of its own."""
     return TestClient(create_app([run], cache=cache), base_url="http://127.0.0.1:8265")
+
+
+def usage_when_made(client, **params):
+    """Requests the usage until all directories are read and all plans are made."""
+    end = time.monotonic() + 300
+    while not (usage := client.get("/api/v1/usage", params=params).json())["complete"]:
+        assert time.monotonic() < end
+    return usage

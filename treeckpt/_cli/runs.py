@@ -47,6 +47,7 @@ from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
+from .usage import policies_from, show_usage
 
 METRICS = 4
 """Metrics of a checkpoint that are listed, at most."""
@@ -90,12 +91,21 @@ def add_ls(commands: Commands) -> None:
         help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
         "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
     )
+    ls.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
+    ls.add_argument(
+        "--keep",
+        type=policies_from,
+        default=(),
+        metavar="POLICIES",
+        help="with --usage: try these policies too, as 'last:3 every:1000 best:loss:min:2'",
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
     if options.metric:
         return _ls_metrics(options)
     listed: list[CheckpointInfo] = []
+    infos_of: dict[str, list[CheckpointInfo]] = {}
     runs: dict[str, int] = {}
     others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
@@ -104,9 +114,13 @@ def _ls(options: argparse.Namespace) -> int:
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         listed += infos
+        infos_of[run] = infos
         if not options.json:
             runs |= _runs_among(infos)
             others |= _others_among(run, infos)
+    if options.usage:
+        show_usage(infos_of, options.keep, as_json=options.json)
+        return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.json:

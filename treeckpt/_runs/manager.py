@@ -152,9 +152,8 @@ class Manager:
         # Under keys of their own, so that no message of the manager is taken for one of a save.
         self._comm = PrefixComm(self._saving_comm, "manager")
         self._registered = RegisteredState()
-        self._history = SaveHistory(
-            self.directory, self._selector.warn_once, self._comm.rank, replaces=options.get("overwrite", False)
-        )
+        warn, replaces = self._selector.warn_once, options.get("overwrite", False)
+        self._history = SaveHistory(self.directory, self._policies, warn, self._comm.rank, replaces=replaces)
         self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)

@@ -41,12 +41,13 @@ import msgspec
 from .._arrays.registry import is_value
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import PIN_NAME, CheckpointId, id_order, id_text
-from .._core.format.lineage import Lineage, SavedCheckpoint, next_lineage
+from .._core.format.lineage import MAX_KEEP, Lineage, SavedCheckpoint, next_lineage
 from .._core.tree.flatten import flatten
 from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
 from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
 from ..errors import RankError, TreeckptError, visible
+from ..policy import Policy, keep_text
 from .run import RunDirectory
 
 _LOADERS = ("torch.utils.data", "torchdata")
@@ -436,18 +437,27 @@ class SaveHistory:
     that of a training that forgot to resume: it replaces the old steps, or its clean-ups delete them. It warns, once.
 
     Args:
+        policies: the retention policies of the manager, which each save records.
         warn: logs a warning about a path.
         rank: the rank of this process; rank 0 alone decides.
         replaces: whether the caller said that steps of other trainings are to be replaced: then nothing warns of it.
     """
 
     def __init__(
-        self, run: RunDirectory, warn: Callable[[str, str], None], rank: int, *, replaces: bool = False
+        self,
+        run: RunDirectory,
+        policies: Sequence[Policy],
+        warn: Callable[[str, str], None],
+        rank: int,
+        *,
+        replaces: bool = False,
     ) -> None:
         self.directory, self._warn, self._rank = run, warn, rank
         self._entries: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.RLock()
         self._warned = replaces
+        keep = keep_text(policies)
+        self._keep = keep if len(keep) <= MAX_KEEP else ""
         self._saved: set[str] = set()
         """The ids of the saves of this manager, until it has restored something or warned."""
 
@@ -489,6 +499,7 @@ class SaveHistory:
         there = {mark.save_id for mark in marks}
         sure = [e for e in before if e.mark is not None and (e.restored or e.mark.save_id in there)]
         lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
+        lineage = msgspec.structs.replace(lineage, keep=self._keep)
         save.entry.mark = SavedCheckpoint(step, save_id, lineage)
         old = before[: before.index(sure[-1])] if sure else ()
         with self._lock:

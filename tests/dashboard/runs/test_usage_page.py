@@ -1,25 +1,34 @@
 """The page of disk usage, and the metrics."""
 
+import json
 import re
+import time
 from typing import get_args
 
 import numpy as np
 import pytest
 
-from tests.dashboard.helpers import page, under_way
+import treeckpt as tc
+from tests.dashboard.helpers import page, under_way, usage_when_made
 from tests.helpers.large import write_many
 from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
+from treeckpt._cli.main import main
 from treeckpt._core.text import bytes_text
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
-from treeckpt_dashboard.runs.usage import Growth, days_until, growth_of
+from treeckpt_dashboard.store.watch import ScanProgress
+
+
+def write_live(run, count, seconds=60):
+    """Writes checkpoints of which the last is a minute old."""
+    return write_many(run, count, start_ns=time.time_ns() - (count * seconds) * 10**9)
 
 
 def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     write_many(tmp_path / "run", 6)
     client = serve(tmp_path / "run")
     size = page(client).json()["run"]["checkpoints"][0]["disk_nbytes"]
-    usage = client.get("/api/v1/usage", params={"keep": "last:2 every:300"}).json()
+    usage = usage_when_made(client, keep="last:2 every:300")
     [run] = usage["runs"]
     assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"complete": 6 * size}
     assert {r["reason"]: (r["steps"], r["nbytes"], r["alone"]) for r in run["reasons"]} == {
@@ -27,14 +36,98 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
         "one of the last 2": (2, 2 * size, size),
         "a multiple of 300 steps": (2, 2 * size, size),
     }
-    assert [row["name"] for row in run["rows"]] == [f"step_{n:08d}" for n in (100, 200, 400)]
-    assert run["removals"] == 3 and run["freed"] == 3 * size
-    assert run["per_day"] == pytest.approx(size * 86_400 / 60) and run["between"] == 60
-    assert run["days"] == pytest.approx(run["disk_free"] / run["per_day"]) and run["days_after"] > run["days"]
+    plan = run["plan"]
+    assert [row["name"] for row in plan["rows"]] == [f"step_{n:08d}" for n in (100, 200, 400)]
+    assert plan["removals"] == 3 and plan["freed"] == usage["freed"] == 3 * size
+    assert run["between"] == 60 and run["save_nbytes"] == size
     assert len(list((tmp_path / "run").iterdir())) == 6
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
-    assert "step_00000100" in html and "would free" in html
-    assert "Without policies" in client.get("/usage").text
+    assert "step_00000100" in html and "Would be freed" in html
+    assert "No policies of this run are known" in client.get("/usage").text
+
+
+def test_a_run_that_has_ended_neither_grows_nor_fills_the_disk(serve, tmp_path):
+    client = serve(write_many(tmp_path / "ended", 6), write_live(tmp_path / "live", 6))
+    ended, live = usage_when_made(client)["runs"]
+    assert not ended["live"] and ended["per_day"] == 0 == ended["written_per_day"]
+    assert live["live"] and live["per_day"] == pytest.approx(live["save_nbytes"] * 1440)
+    for row in (ended, live):  # on one disk
+        assert row["disk_live"] == 1 and row["days"] == pytest.approx(row["disk_free"] / live["per_day"], rel=0.01)
+    assert all(row["days"] is None for row in usage_when_made(client, keep="last:3")["runs"])
+    html = client.get("/usage").text
+    assert "the run has ended" in html and "by 1 live run on this disk" in html
+
+
+def test_what_a_run_takes_in_a_week_is_under_its_own_policies_and_those_that_are_typed(serve, tmp_path):
+    with tc.Manager(tmp_path / "run", keep="last:3", background=False) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"w": np.ones(100, np.float32)})
+    client = serve(tmp_path / "run")
+    [run] = usage_when_made(client)["runs"]
+    rows = {row["source"]: row for row in run["projections"]}
+    assert run["keep"] == rows["recorded"]["keep"] == "last:3" and run["per_day"] == rows["recorded"]["per_day"] == 0
+    assert rows["recorded"]["in_a_week"] == pytest.approx(3 * run["save_nbytes"], rel=0.05)
+    assert rows["all"]["in_a_week"] > 1000 * run["nbytes"]
+    [run] = usage_when_made(client, keep="last:10")["runs"]
+    assert [row["source"] for row in run["projections"]] == ["given", "recorded", "all"]
+    assert run["projections"][0]["in_a_week"] == pytest.approx(10 * run["save_nbytes"], rel=0.05)
+    html = client.get("/usage", params={"keep": "last:10"}).text
+    assert "as typed above" in html and "its own, recorded in the newest checkpoint" in html
+    assert page(client).json()["run"]["keep"] == "last:3", "the page of the run retains by its own policies too"
+
+
+def test_page_json_and_command_agree_about_the_growth_of_a_run(serve, tmp_path, capsys):
+    run = write_live(tmp_path / "run", 8)
+    keep = "last:2 every:300"
+    assert main(["ls", str(run), "--usage", "--keep", keep, "--json"]) == 0
+    [told] = json.loads(capsys.readouterr().out)
+    client = serve(run)
+    [row] = usage_when_made(client, keep=keep)["runs"]
+    same = (
+        "checkpoints",
+        "nbytes",
+        "live",
+        "between",
+        "save_nbytes",
+        "written_per_day",
+        "per_day",
+        "disk",
+        "disk_total",
+    )
+    assert {name: told[name] for name in same} == {name: row[name] for name in same}
+    assert [(one["keep"], one["in_a_week"]) for one in told["projections"]] == [
+        (one["keep"], one["in_a_week"]) for one in row["projections"]
+    ]
+    assert told["days"] == pytest.approx(row["days"], rel=0.05)
+    assert main(["ls", str(run), "--usage", "--keep", keep]) == 0
+    text = capsys.readouterr().out
+    assert bytes_text(row["projections"][0]["in_a_week"]) in text and "in a week" in text
+    assert bytes_text(row["projections"][0]["in_a_week"]) in client.get("/usage", params={"keep": keep}).text
+
+
+def test_numbers_are_told_only_once_all_directories_are_read(serve, tmp_path):
+    client = serve(write_live(tmp_path / "run", 6))
+    [run] = client.app.state.library.runs
+    watch = client.app.state.library.watches[run.id]
+    watch.refresh(wait=300)
+    ended, watch.progress = watch.progress, ScanProgress(2, 6, False)
+    watch.start = lambda: None  # no scan ends
+    usage = client.get("/api/v1/usage").json()
+    [row] = usage["runs"]
+    assert not usage["complete"] and usage["freed"] is None and row["plan"] is None is row["live"] is row["per_day"]
+    assert row["days"] is None and row["projections"] == [] == row["reasons"]
+    html = client.get("/usage").text
+    assert "2 of 6 directories are looked at" in html and 'data-busy="1"' in html and "so far" in html
+    watch.progress = ended
+    assert usage_when_made(client)["runs"][0]["live"]
+
+
+def test_a_page_that_has_not_changed_is_not_sent_again(serve, tmp_path):
+    client = serve(write_many(tmp_path / "run", 3))
+    usage_when_made(client)
+    first = client.get("/usage")
+    again = client.get("/usage", headers={"If-None-Match": first.headers["etag"]})
+    assert again.status_code == 304 and not again.content
 
 
 def test_what_is_on_disk_is_what_all_files_take_on_every_page(serve, tmp_path):
@@ -70,34 +163,13 @@ def test_what_is_on_disk_is_what_all_files_take_on_every_page(serve, tmp_path):
 def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
     write_mixed_run(tmp_path / "run")
     client = serve(tmp_path / "run", tmp_path / "run" / "step_00000200")
-    first, second = client.get("/api/v1/usage?keep=last:1").json()["runs"]
+    first, second = (row["plan"] for row in usage_when_made(client, keep="last:1")["runs"])
     assert {row["name"] for row in first["rows"]} == {"step_00000100", "step_00000400"}, (
         "what no policy keeps, and failed"
     )
     assert first["problem"] is None
     assert any("damaged" in row["reason"] for row in first["left"])
     assert "by itself" in second["problem"] and client.get("/usage").status_code == 200
-
-
-def test_growth_is_of_the_newest_saves():
-    day = 86_400 * 10**9
-    assert growth_of([(0, 5), (day, 10), (2 * day, 30)]) == Growth(3, 20.0, 86_400.0)
-    assert growth_of([(n * day, n) for n in range(100)], count=2) == Growth(2, 99.0, 86_400.0)
-    assert growth_of([]) is None is growth_of([(5, 1)]) and growth_of([(5, 1), (5, 1)]) is None
-    assert days_until(100, 50.0) == 2 and days_until(100, None) is None and days_until(100, 0.0) is None
-
-
-def test_runs_on_one_disk_fill_it_together(serve, tmp_path):
-    write_many(tmp_path / "a" / "run", 6)
-    write_many(tmp_path / "b" / "run", 6)
-    client = serve(tmp_path / "a" / "run", tmp_path / "b" / "run")
-    rows = client.get("/api/v1/usage", params={"keep": "last:2"}).json()["runs"]
-    for row in rows:
-        assert row["disk_runs"] == 2 and row["disk_per_day"] == pytest.approx(2 * row["per_day"])
-        assert row["days"] == pytest.approx(row["disk_free"] / row["disk_per_day"])
-        freed = sum(other["freed"] for other in rows)
-        assert row["days_after"] == pytest.approx((row["disk_free"] + freed) / row["disk_per_day"])
-    assert "with the other run on this disk" in client.get("/usage").text
 
 
 def test_of_several_runs_only_the_first_is_unfolded(serve, tmp_path):

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pytest
 from starlette.testclient import TestClient
 
+from tests.dashboard.helpers import usage_when_made
 from tests.helpers.background import until
 from tests.helpers.dozen_runs import write_dozen
 from treeckpt._cli.main import main
@@ -133,6 +134,6 @@ def test_damage_is_told_alike(asked, printed):
 def test_what_a_clean_up_frees_is_told_alike(asked, printed, name):
     runs, client = asked
     said = printed("gc", runs[name], "--keep-last", "2", "--dry-run")
-    rows = client.get("/api/v1/usage", params={"keep": "last:2"}).json()["runs"]
+    rows = usage_when_made(client, keep="last:2")["runs"]
     row = next(row for row in rows if row["name"] == name)
-    assert row["freed"] == sum(one["nbytes"] for one in said["removed"])
+    assert row["plan"]["freed"] == sum(one["nbytes"] for one in said["removed"])

@@ -21,6 +21,8 @@ import msgspec
 from .files import CheckpointId, id_order, is_sidecar_name
 
 MAX_SEQUENCE = 1 << 62
+MAX_KEEP = 1000
+"""Characters of recorded policies, at most; longer ones are not recorded."""
 
 SequenceRanges = tuple[tuple[int, int], ...]
 """The (first, last) of each range of sequence numbers, rising."""
@@ -37,13 +39,21 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequence numbers of checkpoints of the run that it does not descend from."""
     name: str = ""
     """The text by which it was saved, in the place of a step: the name of its directory."""
+    keep: str = ""
+    """The policies of the manager that saved it, as `treeckpt.policy.keep_text` has them; empty if not known."""
 
     def is_sound(self) -> bool:
-        """Returns whether the numbers are in order and in bounds, and the name is one that a directory can have."""
+        """Returns whether the numbers are in order and in bounds, and the texts are such as a manager records."""
         numbers = [number for pair in self.abandoned for number in pair]
         rising = all(low <= high for low, high in self.abandoned) and numbers == sorted(numbers)
         named = not self.name or is_sidecar_name(self.name)
-        return named and rising and 0 <= self.sequence < MAX_SEQUENCE and (not numbers or numbers[0] >= 0)
+        return (
+            named
+            and len(self.keep) <= MAX_KEEP
+            and rising
+            and 0 <= self.sequence < MAX_SEQUENCE
+            and (not numbers or numbers[0] >= 0)
+        )
 
 
 class SavedCheckpoint(NamedTuple):
