@@ -17,6 +17,7 @@ import msgspec
 
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.format.records import Index
+from treeckpt._core.format.timings import MAX_TIME
 from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
@@ -225,6 +226,11 @@ def iso_time(ns: int | None) -> str | None:
         return datetime.fromtimestamp(ns / 1e9, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
         return None
+
+
+def unix_time(ns: int | None) -> float | None:
+    """Converts Unix nanoseconds to seconds; None for a time that is not known, or beyond what a chart can draw."""
+    return ns / 1e9 if ns is not None and abs(ns) < MAX_TIME else None
 
 
 class OpenTree(msgspec.Struct, frozen=True, eq=False):
