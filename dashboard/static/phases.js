@@ -71,10 +71,8 @@ const NAMED = 24;
  */
 export function namePhases(list, phases) {
   const shown = [...phases].sort((a, b) => Number(a.paint < 0) - Number(b.paint < 0));
-  const text = (/** @type {{ name: string, paint: number }} */ { name, paint }) =>
-    paint === WAITS ? `${name} (waiting)` : paint === FRAME ? `${name} (all of it)` : name;
   const entries = shown.slice(0, NAMED).map((phase) => ({
-    text: text(phase),
+    text: phase.paint === WAITS ? `${phase.name} (waiting)` : phase.name,
     draw: (/** @type {CanvasRenderingContext2D} */ g) => drawPhase(g, phase.paint, 0, 0, 13, 13),
   }));
   if (shown.length > NAMED)

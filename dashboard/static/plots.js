@@ -246,10 +246,12 @@ function seriesOf({ steps, stacked }, line) {
     label: line.label,
     stroke: paint,
     fill: stacked ? (/** @type {uPlot} */ u) => fillOf(u.ctx, line) : undefined,
-    width: stacked ? 0 : line.faint ? 1 : line.wide ? 6 : 2,
+    // an area of a single save would have no width
+    paths: stacked && steps.length === 1 ? uPlot.paths.bars({ size: [0.2, 80] }) : undefined,
+    width: stacked ? 0 : line.faint ? 1 : line.wide ? 4 : 2,
     alpha: line.faint ? 0.6 : 1,
     dash: line.dash ? [7, 5] : [],
-    points: { show: !stacked && steps.length < 60, size: line.wide ? 10 : 6, fill: paint },
+    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5, fill: paint },
   };
 }
 
@@ -361,7 +363,7 @@ export function stepChart(holder, height, asked) {
 
 /** The sign of a line, as it is drawn. @param {CanvasRenderingContext2D} g @param {Line} line */
 function drawSign(g, line) {
-  const [high, dash] = [line.wide ? 7 : 3, line.dash ? [5, 3] : []];
+  const [high, dash] = [line.wide ? 5 : 3, line.dash ? [5, 3] : []];
   g.strokeStyle = colour(line.faint ? "--dim" : line.colour);
   g.lineWidth = line.faint ? 1 : high;
   g.setLineDash(dash);

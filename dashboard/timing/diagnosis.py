@@ -358,15 +358,16 @@ def _outliers_text(saves: Sequence[TimedSave], usual: float, hosts: Sequence[Hos
     others = [save for save in saves if save.reduced.seconds <= USUAL * usual]
     took = f"took about as long, {seconds_text(usual)} in the median."
     if not longer:
-        return f"All {len(saves)} saves {took}" if first else ""
-    text = f"{len(others)} of {len(saves)} saves {took}" if first else ""
+        return f"All {len(saves):,} saves {took}" if first else ""
+    text = f"{len(others):,} of {len(saves):,} saves {took}" if first else ""
     longest = median(save.reduced.seconds for save in longer)
-    times = f"{seconds_text(longest)}, {_times(longest / usual)} x as long."
+    times = f"{_times(longest / usual)} x as long."
     since = _since(longer[0].step, longer[0].created_ns)
     if len(longer) == 1:
-        text += f" S{since[1:]} alone took {times}"
+        text += f" S{since[1:]} alone took {seconds_text(longest)}, {times}"
     else:
-        text += f" {len(longer)} {'others' if first else 'of them'} took longer since {since}, in the median {times}"
+        text += f" {len(longer):,} {'others' if first else 'of them'} took longer, the first of them {since}: "
+        text += f"{seconds_text(longest)} in the median, {times}"
     return text + _phase_text(others, longer, hosts, slower=True)
 
 
