@@ -24,6 +24,8 @@ function ranksText({ block, world }, line) {
  * @param {boolean} time
  */
 function drawSteps(g, bins, cw, bottom, time) {
+  g.textAlign = "left";
+  g.fillText(time ? "UTC" : "step", 6, bottom + 12);
   let free = LEFT;
   bins.step.forEach((step, c) => {
     const at = bins.created[c];

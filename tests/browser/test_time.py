@@ -91,7 +91,9 @@ def test_the_heat_map_is_walked_by_keys_and_regrouped_by_host(wide):
     wide.keyboard.press("Home")
     for _ in range(SLOW // 8):
         wide.keyboard.press("ArrowDown")
-    expect(wide.locator("#heat-text")).to_contain_text(f"node{SLOW // 8} · write · 300 ms, 207 ms lost to the median rank")
+    expect(wide.locator("#heat-text")).to_contain_text(
+        f"node{SLOW // 8} · write · 300 ms, 207 ms lost to the median rank"
+    )
     expect(wide.locator("#heat-text")).to_contain_text(f"at most: rank {SLOW}")
     box = canvas.bounding_box()
     wide.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
@@ -221,7 +223,7 @@ def test_a_range_of_steps_is_dragged_and_its_address_leads_back(trends):
     shown = trends.locator("#bins-about")
     expect(shown).to_have_text(re.compile(r"^1[67] saves$"))
     text = shown.inner_text()
-    table = trends.get_by_role("region", name="Steps").locator("tbody tr")
+    table = trends.get_by_role("region", name="Steps", exact=True).locator("tbody tr")
     expect(table).to_have_count(int(text.split()[0]))  # the tables follow
     expect(trends.locator("#durations thead")).to_contain_text(text)
     trends.goto(trends.url)
@@ -322,7 +324,7 @@ def test_trends_take_in_a_save_that_is_made_while_they_are_open(watched, serve, 
         page.evaluate("window.kept = true")
         manager.save(2, {"x": 2}, metrics={"loss": 0.5})
         expect(page.locator("#bins-about")).to_have_text("2 saves")
-        expect(page.get_by_role("region", name="Steps").get_by_role("link", name="step 2")).to_be_visible()
+        expect(page.get_by_role("region", name="Steps", exact=True).get_by_role("link", name="step 2")).to_be_visible()
         assert page.evaluate("window.kept"), "nothing was loaded again but what has changed"
     as_of = page.locator("[data-as-of]")
     expect(as_of).to_have_text(re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$"))

@@ -198,7 +198,9 @@ def test_hostile_names_of_phases_and_hosts_are_escaped(trends):
 
 def test_saves_that_take_longer_again_and_again_are_not_called_as_long_as_the_others(trends):
     text = trends(60, lambda n: spans_of(PHASES, slow=[5] * (n % 3 == 0), phase="fsync"))()["text"]
-    assert text.startswith("40 of 60 saves took about as long, 76 ms in the median. 20 others took longer, the first of")
+    assert text.startswith(
+        "40 of 60 saves took about as long, 76 ms in the median. 20 others took longer, the first of"
+    )
     assert "them step 3 (2025-06-15 15:09:40 UTC): 230 ms in the median, 3 x as long. Of the phases, fsync" in text
     assert "changed the most, from 22 ms to 176 ms, on rank 5 (host node1). Rank 5" in text
     told = trends(60, lambda n: spans_of(PHASES, slow=[5] * (n == 17), phase="fsync"))()["text"]
