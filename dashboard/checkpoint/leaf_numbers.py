@@ -100,7 +100,7 @@ def leaf_numbers(moments: Moments) -> LeafNumbers:
 def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
     """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
     library, path = tree.library, stored_leaf(tree.index, leaf_of(tree.index, number)).path
-    steps = LeafSteps(path, [], [], [], [], [], 0)
+    steps = LeafSteps(path, ids=[], leaves=[], step=[], created=[], numbers=[], unknown=0)
     complete = [
         (i, info)
         for i, info in library.checkpoints(tree.checkpoint.run)

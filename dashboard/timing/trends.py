@@ -217,7 +217,7 @@ class TrendsPage(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRow:
+class TrendRow:
     """A complete checkpoint that has a step."""
 
     id: str
@@ -232,14 +232,14 @@ class RunTrends:
     """The complete checkpoints of a run that have a step, in the order of saving, and what is computed from them."""
 
     run: Run
-    rows: list[SaveRow]
+    rows: list[TrendRow]
     text: str
     metrics: list[str]
     """The metrics that most of them have."""
     pages: dict[tuple[int, int], TrendsPage] = field(default_factory=dict)
     bins: dict[tuple[int, int], TrendBins] = field(default_factory=dict)
 
-    def between(self, low: int, high: int) -> list[SaveRow]:
+    def between(self, low: int, high: int) -> list[TrendRow]:
         """Returns the rows of the steps between two, both included."""
         return [row for row in self.rows if low <= (row.info.step or 0) <= high]
 
@@ -292,7 +292,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     complete.sort(key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
     branches = _branch_numbers([info for _, info in complete])
     rows = [
-        SaveRow(checkpoint_id, info, library.reduced_timings(run, info), branch)
+        TrendRow(checkpoint_id, info, library.reduced_timings(run, info), branch)
         for (checkpoint_id, info), branch in zip(complete, branches, strict=True)
     ]
     timed = _timed(rows)
@@ -301,7 +301,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     return RunTrends(run, rows, text, [name for name, _ in metrics])
 
 
-def _timed(rows: Sequence[SaveRow]) -> list[TimedSave]:
+def _timed(rows: Sequence[TrendRow]) -> list[TimedSave]:
     """Returns the saves of the present branch that have timings."""
     return [
         TimedSave(row.id, row.info.step or 0, row.info.created_ns, row.info.nbytes, row.reduced)
@@ -310,7 +310,7 @@ def _timed(rows: Sequence[SaveRow]) -> list[TimedSave]:
     ]
 
 
-def _hosts_of_last(library: Library, run: Run, rows: Sequence[SaveRow]) -> Sequence[Host]:
+def _hosts_of_last(library: Library, run: Run, rows: Sequence[TrendRow]) -> Sequence[Host]:
     """Returns the hosts of the last save of the present branch that has timings; none if they cannot be read."""
     last = next((row for row in reversed(rows) if row.reduced is not None and not row.branch), None)
     try:
