@@ -66,7 +66,9 @@ function draw(data) {
     readout.textContent =
       at === null
         ? `${countText(data.step.length, "step")}${unknown}`
-        : `step ${numberText(data.step[at])} · ${savedText(data, at)} · ${MEASURES[measure][0]} ${orDash(values()[at])}`;
+        : [`step ${numberText(data.step[at])}`, savedText(data, at), `${MEASURES[measure][0]} ${orDash(values()[at])}`]
+            .filter(Boolean)
+            .join(" · ");
   };
   /** The places of the steps that have one, from left to right. @type {number[]} */
   let order = [];

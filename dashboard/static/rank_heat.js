@@ -65,7 +65,8 @@ export function rankHeat(byTime) {
       const time = bins.work[c][r];
       if (time < 0) return `${binText(bins, c)} · ${ranksText(bins, r)} · no timings`;
       const at = bins.counts[c] > 1 || bins.block > 1 ? "at most " : "";
-      return `${binText(bins, c)} · ${ranksText(bins, r)} · ${at}${secondsText(time * bins.unit)}${lostText(bins.lost[c][r] * bins.unit)}`;
+      const lost = lostText(bins.lost[c][r] * bins.unit);
+      return `${binText(bins, c)} · ${ranksText(bins, r)} · ${at}${secondsText(time * bins.unit)}${lost}`;
     },
     open: (_, c) => {
       if (bins) location.href = `${base}checkpoints/${bins.ids[c]}/timing`;
