@@ -13,7 +13,7 @@ from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.nan_scan import known_statistics
 from treeckpt._runs.statistics_store import LeafStatistics
 
-from ..pages.checkpoints import OpenTree
+from ..pages.checkpoints import OpenTree, unix_time
 from ..store.library import Library
 from .chunks import leaf_of, stored_leaf
 
@@ -60,6 +60,8 @@ class LeafSteps(msgspec.Struct, frozen=True):
     leaves: list[int]
     """The number of the leaf in each of them."""
     step: list[int]
+    created: list[float | None]
+    """When each was saved, as Unix time in seconds."""
     numbers: list[LeafNumbers]
     unknown: int
     """Checkpoints of which no statistics are known."""
@@ -95,7 +97,7 @@ def leaf_numbers(moments: Moments) -> LeafNumbers:
 def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
     """The statistics of the array at the same path in all checkpoints of the run, as far as they are known."""
     library, path = tree.library, stored_leaf(tree.index, leaf_of(tree.index, number)).path
-    steps = LeafSteps(path, [], [], [], [], 0)
+    steps = LeafSteps(path, ids=[], leaves=[], step=[], created=[], numbers=[], unknown=0)
     complete = [
         (i, info)
         for i, info in library.checkpoints(tree.checkpoint.run)
@@ -109,5 +111,6 @@ def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
             steps.ids.append(checkpoint_id)
             steps.leaves.append(int(statistics.columns["leaf"][row]))
             steps.step.append(step)
+            steps.created.append(unix_time(info.created_ns))
             steps.numbers.append(leaf_numbers(statistics.row(row)))
     return msgspec.structs.replace(steps, unknown=len(rows) - len(steps.ids))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import hashlib
 import inspect
 import io
 import re
@@ -204,6 +205,31 @@ def check_same_site(request: Request, action: str) -> None:
     same = site in ("none", "same-origin") if site else sender is None or sender.split("/")[2:3] == [host]
     if not same:
         raise NotFound("A page of another site may not start or cancel this.")
+
+
+class NotModified(Exception):
+    """The client has the current version of a page."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+
+
+def is_polled(request: Request) -> bool:
+    """Whether a client has a version of the answer, and waits for what is new; a page that is opened has none."""
+    return "if-none-match" in request.headers
+
+
+def check_version(request: Request, version: str) -> None:
+    """Sets the ETag of an answer of this version of the data.
+
+    Raises:
+        NotModified: the client has it.
+    """
+    text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
+    tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
+    if tag in request.headers.get("if-none-match", ""):
+        raise NotModified(tag)
+    request.state.etag = tag
 
 
 def is_api(path: str) -> bool:

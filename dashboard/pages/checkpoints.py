@@ -17,6 +17,7 @@ import msgspec
 
 from treeckpt._core.format.lineage import SequenceRanges
 from treeckpt._core.format.records import Index
+from treeckpt._core.format.timings import MAX_TIME
 from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
@@ -42,8 +43,6 @@ MAX_METRICS = 32
 """Metrics of one checkpoint that are shown."""
 MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
-MAX_TIME_NS = 1 << 62
-"""Unix nanoseconds beyond which a chart draws no time."""
 
 
 class VerificationRow(VerificationResult, frozen=True, kw_only=True):
@@ -218,7 +217,7 @@ def iso_time(ns: int | None) -> str | None:
 
 def unix_time(created_ns: int | None) -> float | None:
     """Returns a Unix time in seconds, None for one that is not known, or beyond what a chart can draw."""
-    return created_ns / 1e9 if created_ns is not None and abs(created_ns) < MAX_TIME_NS else None
+    return created_ns / 1e9 if created_ns is not None and abs(created_ns) < MAX_TIME else None
 
 
 class OpenTree(msgspec.Struct, frozen=True, eq=False):

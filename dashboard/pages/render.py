@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -17,13 +18,14 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from treeckpt._core.text import ago_text, bytes_text, count_text, rate_text, seconds_text, shape_text
+from treeckpt._core.text import ago_text, bytes_text, count_text, rate_text, seconds_text, shape_text, time_text
 from treeckpt.errors import visible
 
 
-def _local_time(time: str) -> str:
-    """Formats an ISO 8601 time in this machine's time zone, in seconds."""
-    return datetime.fromisoformat(time).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+def _clock_text(when: str | float) -> str:
+    """Formats an ISO 8601 time, or a Unix time in seconds, as commands do."""
+    seconds = datetime.fromisoformat(when).timestamp() if isinstance(when, str) else when
+    return time_text(int(seconds * 1e9))
 
 
 def _ago(time: str) -> str:
@@ -87,10 +89,11 @@ def templates() -> Environment:
         finalize=_visible_text,
     )
     environment.globals["metric_heads"] = lambda run: [(f"metric:{name}", name, "n") for name in run.metrics]
+    environment.globals["now"] = time.time
     environment.filters |= {
         "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
-        "clock": partial(_or_dash, _local_time),
+        "clock": partial(_or_dash, _clock_text),
         "count": _count_text,
         "days": partial(_or_dash, days_text),
         "figure": partial(_or_dash, _figure),

@@ -6,13 +6,12 @@ which no page is built.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from fastapi import Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
-from ..pages.answers import PageRouter
+from ..pages.answers import PageRouter, check_version, is_polled
 from ..store.library import Library, Run
 from . import live, model, overlay
 from .finder import find_page
@@ -46,31 +45,13 @@ NONE: list[str] = []
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
-class NotModified(Exception):
-    """The client has the current version of a page."""
-
-    def __init__(self, tag: str) -> None:
-        self.tag = tag
-
-
 def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
     """Sets the ETag of an answer about these runs.
 
     Raises:
         NotModified: the client has it.
     """
-    # a client that polls waits for what is new; one that opens a page wants to see it
-    given = request.headers.get("if-none-match", "")
-    _compare_tag(request, model.run_tag(library, runs, wait=1.0 if given else 0.0))
-
-
-def _compare_tag(request: Request, version: str) -> None:
-    """Sets the ETag of an answer of this version; errors as `_check_tag`."""
-    text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
-    tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
-    if tag in request.headers.get("if-none-match", ""):
-        raise NotModified(tag)
-    request.state.etag = tag
+    check_version(request, model.run_tag(library, runs, wait=1.0 if is_polled(request) else 0.0))
 
 
 def get_runs(
@@ -135,7 +116,7 @@ def get_usage(
     plans_made = [row.plan and (row.plan.freed, row.plan.removals) for row in page.runs]
     live = [(row.scan, row.live) for row in page.runs]
     # what changes with the clock alone, as the free bytes, is no reason to draw the page again
-    _compare_tag(request, f"{versions} {plans_made} {live}")
+    check_version(request, f"{versions} {plans_made} {live}")
     return page
 
 

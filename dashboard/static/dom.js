@@ -89,22 +89,28 @@ export async function api(path, query = {}, signal) {
 /** A number with so many digits, at most. @param {number} n @param {number} [digits] */
 export const figure = (n, digits = 3) => String(Number(n.toPrecision(digits)));
 
-/** @param {number} nbytes */
-export function bytesText(nbytes) {
+/** @param {number} nbytes @param {number} [digits] for marks of an axis: as many as tell them apart */
+export function bytesText(nbytes, digits) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
   let unit = 0;
   while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) {
     nbytes /= 1000;
     unit += 1;
   }
-  return `${unit ? figure(nbytes) : Math.round(nbytes)} ${units[unit]}`;
+  return `${unit || digits ? figure(nbytes, digits) : Math.round(nbytes)} ${units[unit]}`;
 }
 
-/** @param {number} seconds */
-export function secondsText(seconds) {
-  if (seconds >= 100) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  if (seconds >= 1) return `${figure(seconds)} s`;
-  return seconds >= 1e-3 || seconds === 0 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds * 1e6)} µs`;
+/**
+ * A duration as the server writes it.
+ * @param {number} seconds @param {number} [digits] for marks of an axis: as many as tell them apart
+ */
+export function secondsText(seconds, digits) {
+  const whole = digits ? Number(seconds.toPrecision(digits)) : Math.round(seconds);
+  if (whole >= 3600) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  if (seconds >= 99.95) return `${Math.floor(whole / 60)} min ${figure(whole % 60)} s`;
+  if (seconds >= 0.9995) return `${figure(seconds, digits)} s`;
+  const small = seconds >= 0.9995e-3 || seconds === 0;
+  return small ? `${figure(seconds * 1e3, digits)} ms` : `${figure(seconds * 1e6, digits)} µs`;
 }
 
 /** A Unix time to the second. @param {number} seconds */

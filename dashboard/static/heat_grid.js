@@ -5,11 +5,17 @@ import { buttonGroup, find, recalled, remember, secondsText } from "./dom.js";
 
 const STEPS = 256;
 
-/** 256 colours from short to long, as the bytes of pixels; the last entry is for no value. @returns {Uint32Array} */
-function ramp() {
-  const stops = ["--soft", "--c1", "--c5", "--gap"].map(rgbOf);
-  const at = [0, 0.45, 0.8, 1];
-  const colours = new Uint32Array(STEPS + 1);
+/** Colours of the sheet along a scale, and where they are on it. @typedef {[string, number][]} Stops */
+/** Of time that is lost: a tenth of the scale is still pale. @type {Stops} */
+const LOST = [["--soft", 0], ["--c1", 0.45], ["--c5", 0.8], ["--gap", 1]];
+/** Of durations, of which none is good or bad. @type {Stops} */
+const DURATION = [["--soft", 0], ["--c4", 0.5], ["--c0", 1]];
+
+/** 256 colours from short to long, as the bytes of pixels. @param {Stops} scale @returns {Uint32Array} */
+function ramp(scale) {
+  const stops = scale.map(([name]) => rgbOf(name));
+  const at = scale.map(([, place]) => place);
+  const colours = new Uint32Array(STEPS);
   for (let n = 0; n < STEPS; n += 1) {
     const x = n / (STEPS - 1);
     const k = Math.min(
@@ -19,7 +25,7 @@ function ramp() {
     const f = (x - at[k]) / (at[k + 1] - at[k]);
     colours[n] = pixelOf(stops[k].map((v, i) => Math.round(v + (stops[k + 1][i] - v) * f)));
   }
-  return colours; // the last stays 0: transparent
+  return colours;
 }
 
 /**
@@ -45,11 +51,12 @@ export function pooled(columns, lines) {
  * Paints a matrix as an image with one pixel for each number.
  * @param {ArrayLike<number>[]} columns
  * @param {(number: number, column: number) => number} share from 0 to 1, below 0 for none
+ * @param {Stops} [scale]
  */
-export function matrixImage(columns, share) {
+export function matrixImage(columns, share, scale = LOST) {
   const width = columns.length;
   const pixels = new Uint32Array(width * columns[0].length);
-  const colours = ramp();
+  const colours = ramp(scale);
   columns.forEach((numbers, column) => {
     for (let line = 0; line < numbers.length; line += 1) {
       const part = share(numbers[line], column);
@@ -68,6 +75,7 @@ const RIGHT = 8;
  * would give other results; `head` and `foot` are the pixels above and below the cells.
  * @typedef {{
  *   values: () => ArrayLike<number>[],
+ *   stops: () => Stops,
  *   share: (number: number, column: number) => number,
  *   state: () => string,
  *   body: () => number,
@@ -125,7 +133,7 @@ export function heatGrid(canvas, note, grid) {
     const state = `${lines} ${grid.state()} ${colour("--card")} ${colour("--c1")}`;
     if (!image || state !== painted) {
       few = pooled(grid.values(), lines);
-      image = matrixImage(few, (n, c) => (n < 0 ? -1 : Math.max(0, Math.min(1, grid.share(n, c)))));
+      image = matrixImage(few, (n, c) => (n < 0 ? -1 : Math.min(1, grid.share(n, c))), grid.stops());
       painted = state;
     }
     g.imageSmoothingEnabled = false;
@@ -189,42 +197,38 @@ export function heatGrid(canvas, note, grid) {
   return redraw;
 }
 
-/** Draws the ramp of colours from short to long. */
-function drawScale() {
-  const canvas = /** @type {HTMLCanvasElement} */ (find("#heat-scale"));
-  follow(canvas, {
+/**
+ * The choice of what colours stand for, with the scale of its ends: the time lost to the median rank, or all of it.
+ * @param {string} name of the choice, in the address and in the attributes of its buttons
+ * @param {{ lost: () => number, longest: () => number }} ends of the scale in seconds @param {() => void} redraw
+ */
+export function colourScale(name, { lost, longest }, redraw) {
+  let all = recalled(name) === "duration";
+  const stops = () => (all ? DURATION : LOST);
+  const redrawRamp = follow(/** @type {HTMLCanvasElement} */ (find("#heat-scale")), {
     height: () => 10,
     draw: (g, width) => {
-      const colours = ramp();
+      const colours = ramp(stops());
       for (let x = 0; x < width; x += 1) {
-        const n = colours[Math.floor((x / width) * 256)];
+        const n = colours[Math.floor((x / width) * STEPS)];
         g.fillStyle = `rgb(${n & 255} ${(n >> 8) & 255} ${(n >> 16) & 255})`;
         g.fillRect(x, 0, 1.5, 10);
       }
     },
-  })();
-}
-
-/**
- * The choice of what colours stand for, and its ends: seconds, or, within a phase or a save, from the median rank's
- * time to three times that. Returns whether it is seconds, and what writes the ends anew.
- * @param {string} name of the choice, in the address and in the attributes of its buttons
- * @param {{ seconds: string, ratio: string }} values of the buttons
- * @param {() => number} longest in seconds @param {() => void} redraw
- */
-export function colourScale(name, { seconds, ratio }, longest, redraw) {
-  let of = recalled(name) === seconds ? seconds : ratio;
-  const bySeconds = () => of === seconds;
+  });
   const showEnds = () => {
-    find("#heat-low").textContent = bySeconds() ? "0" : "the median rank";
-    find("#heat-high").textContent = bySeconds() ? secondsText(longest()) : "3× and more";
+    find("#heat-low").textContent = all ? "duration: 0" : "lost to the median rank: 0";
+    find("#heat-high").textContent = secondsText(all ? longest() : lost());
+    redrawRamp();
   };
   buttonGroup(`data-${name}`, (value) => {
-    of = value;
-    remember({ [name]: bySeconds() ? of : null });
+    all = value === "duration";
+    remember({ [name]: all ? value : null });
     showEnds();
     redraw();
-  })(of);
-  drawScale();
-  return { bySeconds, showEnds };
+  })(all ? "duration" : "lost");
+  return { all: () => all, stops, showEnds };
 }
+
+/** How much longer than the median rank's a time is, as a text that follows it. @param {number} seconds */
+export const lostText = (seconds) => (seconds > 0 ? `, ${secondsText(seconds)} lost to the median rank` : "");

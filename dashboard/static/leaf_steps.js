@@ -1,8 +1,8 @@
 // @ts-check
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
-import { api, base, buttonGroup, countText, figure, find, make, numberText } from "./dom.js";
+import { api, base, buttonGroup, clockText, countText, figure, find, make, numberText } from "./dom.js";
 import { reason, recalled, remember, tableOf } from "./dom.js";
-import { stepChart } from "./plots.js";
+import { axisChoice, stepChart } from "./plots.js";
 
 /**
  * @typedef {{
@@ -12,7 +12,8 @@ import { stepChart } from "./plots.js";
  */
 /**
  * @typedef {{
- *   path: string, ids: string[], leaves: number[], step: number[], numbers: Numbers[], unknown: number,
+ *   path: string, ids: string[], leaves: number[], step: number[], created: (number | null)[], numbers: Numbers[],
+ *   unknown: number,
  * }} Steps
  */
 
@@ -28,7 +29,10 @@ const MEASURES = {
   largest: ["largest value", (n) => n.largest],
   bad: ["NaN or Inf", (n) => n.nan + n.infinite],
 };
-const orDash = (/** @type {number | null} */ n) => (n === null ? "–" : figure(n, 5));
+/** @param {number | null} n @param {number} [digits] */
+const orDash = (n, digits = 5) => (n === null ? "–" : figure(n, digits));
+/** When a step was saved; empty if that is not known. @param {Steps} data @param {number} at */
+const savedText = ({ created }, at) => (created[at] === null ? "" : clockText(created[at] ?? 0));
 
 /** @param {Steps} data @param {number} at */
 const addressOf = (data, at) => `${base}checkpoints/${data.ids[at]}/leaves/${data.leaves[at]}`;
@@ -36,13 +40,15 @@ const addressOf = (data, at) => `${base}checkpoints/${data.ids[at]}/leaves/${dat
 /** @param {Steps} data */
 function stepsTable(data) {
   const names = Object.values(MEASURES);
-  const head = ["Step", ...names.map(([name]) => name)].map((text) => make("th", { scope: "col" }, text));
+  const heads = ["Step", "Saved", ...names.map(([name]) => name)];
+  const head = heads.map((text, n) => make("th", { scope: "col", class: n > 1 ? "n" : null }, text));
   const rows = data.step.map((step, at) => [
     make(
       "th",
       { scope: "row" },
       make("a", { href: addressOf(data, at) }, `step ${numberText(step)}`),
     ),
+    make("td", {}, savedText(data, at) || "–"),
     ...names.map(([, of]) => make("td", { class: "n" }, orDash(of(data.numbers[at])))),
   ]);
   return tableOf("small", head, rows);
@@ -60,14 +66,28 @@ function draw(data) {
     readout.textContent =
       at === null
         ? `${countText(data.step.length, "step")}${unknown}`
-        : `step ${numberText(data.step[at])} · ${MEASURES[measure][0]} ${orDash(values()[at])}`;
+        : [`step ${numberText(data.step[at])}`, savedText(data, at), `${MEASURES[measure][0]} ${orDash(values()[at])}`]
+            .filter(Boolean)
+            .join(" · ");
   };
-  const asked = { open: (/** @type {number} */ at) => location.assign(addressOf(data, at)), tell, zoom: update };
+  /** The places of the steps that have one, from left to right. @type {number[]} */
+  let order = [];
+  const place = (/** @type {number} */ at) => (byTime() ? data.created[at] : data.step[at]);
+  const asked = {
+    open: (/** @type {number} */ at) => location.assign(addressOf(data, order[at])),
+    tell: (/** @type {number | null} */ at) => tell(at === null ? null : order[at]),
+    zoom: update,
+  };
   const show = stepChart(chart, 215, asked);
+  const byTime = axisChoice(() => update(null, null));
   /** @param {number | null} low @param {number | null} high */
   function update(low, high) {
-    const line = { label: MEASURES[measure][0], colour: "--c0", values: values() };
-    show({ steps: data.step, lines: [line], text: orDash, free: true, low, high });
+    const time = byTime();
+    order = [...data.step.keys()].filter((at) => place(at) !== null);
+    order.sort((a, b) => (place(a) ?? 0) - (place(b) ?? 0));
+    const line = { label: MEASURES[measure][0], colour: "--c0", values: order.map((at) => values()[at]) };
+    const steps = order.map((at) => place(at) ?? 0);
+    show({ steps, lines: [line], text: orDash, free: true, whole: measure === "bad", time, low, high });
     tell(null);
   }
   buttonGroup("data-measure", (chosen) => {

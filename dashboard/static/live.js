@@ -7,7 +7,7 @@
  * these come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
-import { reason, remember } from "./dom.js";
+import { clockText, reason, remember } from "./dom.js";
 
 const PAUSE = 2000;
 const SOON = 500;
@@ -97,6 +97,7 @@ async function ask() {
     failed = false;
     tell("");
   }
+  if (response.ok || response.status === 304) showTime(response);
   if (response.status === 304) return;
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
   const text = await response.text();
@@ -104,10 +105,18 @@ async function ask() {
   tag = response.headers.get("ETag") ?? "";
   take(new DOMParser().parseFromString(text, "text/html"), shown !== asked);
   shown = asked;
+  document.dispatchEvent(new Event("taken"));
+}
+
+/** Writes for what time the page is right: that of the server's answer. @param {Response} response */
+function showTime(response) {
+  const at = Date.parse(response.headers.get("date") ?? "");
+  for (const time of document.querySelectorAll("[data-as-of]"))
+    if (!Number.isNaN(at)) time.textContent = clockText(at / 1000);
 }
 
 /** Requests the page, tells what went wrong, and plans the next request. */
-const refresh = () =>
+export const refresh = () =>
   ask()
     .catch((error) => {
       failed = true;

@@ -1,7 +1,22 @@
 // @ts-check
 /** Charts of uPlot in the colours of the page, as wide as their holder: bars, and lines or stacked areas over steps. */
 import { colour, legend, selectable } from "./canvas.js";
-import { numberText } from "./dom.js";
+import { phaseFill } from "./phases.js";
+import { buttonGroup, numberText, recalled, remember } from "./dom.js";
+
+/** Steps between the marks of an axis of whole numbers. */
+const WHOLE = Array.from({ length: 16 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** n)).flat();
+
+/**
+ * The texts of the marks of an axis, with as many digits as tell them apart.
+ * @param {(n: number, digits?: number) => string} text @param {(number | null)[]} marks null has no text
+ * @param {number} step between them
+ */
+function markTexts(text, marks, step) {
+  const most = marks.reduce((/** @type {number} */ top, n) => Math.max(top, Math.abs(n ?? 0)), 0);
+  const digits = Math.max(3, Math.ceil(Math.log10(most / step || 1)) + 2);
+  return marks.map((n) => (n === null ? "" : text(n, Math.min(digits, 15))));
+}
 
 /** The style of an axis. */
 const axisStyle = () => ({
@@ -34,7 +49,7 @@ function keepFitted(plot, holder) {
 
 /**
  * @typedef {{
- *   values: number[], fillOf: (bar: number) => string, text: (value: number) => string,
+ *   values: number[], fillOf: (bar: number) => string, text: (value: number, digits?: number) => string,
  *   places: number[] | null, labelOf: (place: number) => string, line: number | null,
  * }} Bars
  * `fillOf` names the colour of a bar; `places` are the positions of labels below the bars, where bar 0 is from -0.5
@@ -89,7 +104,13 @@ export function barChart(holder, height, select) {
           splits: (_, __, low, high, step) => bars.places ?? wholeNumbers(low, high, step),
           values: (_, places) => places.map((place) => bars.labelOf(place)),
         },
-        { ...axisStyle(), size: 74, space: 32, values: (_, ticks) => ticks.map((n) => bars.text(n)) },
+        {
+          ...axisStyle(),
+          size: 74,
+          space: 32,
+          incrs: WHOLE,
+          values: (_, ticks, __, ___, step) => markTexts(bars.text, ticks, step),
+        },
       ],
       series: [{}, { width: 0, paths, points: { show: false } }],
       hooks: { draw: [drawLine] },
@@ -133,13 +154,16 @@ function wholeNumbers(low, high, step) {
 /**
  * What a chart shows. `stacked` lines are sums, the largest first, filled down to zero; `max` is the end of the axis,
  * which begins at zero unless `free` or `log`. With `time` the steps are Unix times in seconds. A `faint` line stands
- * behind the others. `marks` are the values that are no finite numbers, by save.
+ * behind the others, a `wide` one is seen beside one that lies on it; the colour of a phase is its `paint`. `marks` are
+ * the values that are no finite numbers, by save; `whole` is an axis of whole numbers.
  * @typedef {{
  *   label: string, colour: string, values: (number | null | undefined)[], dash?: boolean, faint?: boolean,
+ *   wide?: boolean, paint?: number,
  * }} Line
  * @typedef {{
- *   steps: number[], lines: Line[], text: (n: number) => string, stacked?: boolean, max?: number, free?: boolean,
- *   log?: boolean, time?: boolean, marks?: (string | null)[], low: number | null, high: number | null,
+ *   steps: number[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean, max?: number,
+ *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
+ *   low: number | null, high: number | null,
  * }} Shown
  */
 
@@ -212,17 +236,22 @@ function drawMarks(u, { steps, marks }) {
   u.ctx.restore();
 }
 
+/** What an area, or the line of a legend, is filled with. @param {CanvasRenderingContext2D} g @param {Line} line */
+const fillOf = (g, line) => (line.paint === undefined ? colour(line.colour) : phaseFill(g, line.paint));
+
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
   const paint = () => colour(line.colour);
   return {
     label: line.label,
     stroke: paint,
-    fill: stacked ? paint : undefined,
-    width: stacked ? 0 : line.faint ? 1 : 2,
+    fill: stacked ? (/** @type {uPlot} */ u) => fillOf(u.ctx, line) : undefined,
+    // an area of a single save would have no width
+    paths: stacked && steps.length === 1 ? uPlot.paths.bars({ size: [0.2, 80] }) : undefined,
+    width: stacked ? 0 : line.faint ? 1 : line.wide ? 4 : 2,
     alpha: line.faint ? 0.6 : 1,
     dash: line.dash ? [7, 5] : [],
-    points: { show: !stacked && steps.length < 60, size: 6, fill: paint },
+    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5, fill: paint },
   };
 }
 
@@ -258,7 +287,8 @@ function createLines(holder, height, shown, asked) {
           ...axis,
           size: 74,
           filter: shown.log ? (_, ticks) => marked(ticks) : undefined,
-          values: (_, ticks) => ticks.map((n) => (n === null ? "" : shown.text(n))),
+          incrs: shown.whole && !shown.log ? WHOLE : undefined,
+          values: (_, ticks, __, ___, step) => markTexts(shown.text, ticks, step),
         },
       ],
       series: [{ label: "step" }, ...shown.lines.map((line) => seriesOf(shown, line))],
@@ -331,16 +361,49 @@ export function stepChart(holder, height, asked) {
   };
 }
 
-/** Names the lines of a chart. @param {HTMLElement} list @param {{ label: string, colour: string }[]} lines */
-export function nameLines(list, lines) {
-  legend(
-    list,
-    lines.map((line) => ({
-      text: line.label,
-      draw: (/** @type {CanvasRenderingContext2D} */ g) => {
-        g.fillStyle = colour(line.colour);
-        g.fillRect(0, 3, 13, 7);
-      },
-    })),
-  );
+/** The sign of a line, as it is drawn. @param {CanvasRenderingContext2D} g @param {Line} line */
+function drawSign(g, line) {
+  const [high, dash] = [line.wide ? 5 : 3, line.dash ? [5, 3] : []];
+  g.strokeStyle = colour(line.faint ? "--dim" : line.colour);
+  g.lineWidth = line.faint ? 1 : high;
+  g.setLineDash(dash);
+  g.beginPath();
+  g.moveTo(0, 6.5);
+  g.lineTo(13, 6.5);
+  g.stroke();
+}
+
+/**
+ * Names the lines of a chart, and what is marked with a cross.
+ * @param {HTMLElement} list @param {Line[]} lines @param {boolean} marked whether values are no finite numbers
+ */
+export function nameLines(list, lines, marked) {
+  const cross = {
+    text: "no finite number",
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => {
+      g.strokeStyle = colour("--gap");
+      g.beginPath();
+      for (const [from, to] of [[2, 11], [11, 2]]) {
+        g.moveTo(2, from);
+        g.lineTo(11, to);
+      }
+      g.stroke();
+    },
+  };
+  const signs = lines.map((line) => ({
+    text: line.label,
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => drawSign(g, line),
+  }));
+  legend(list, marked ? [...signs, cross] : signs);
+}
+
+/** The choice of the axis of saves: by step or by time. Returns whether it is time. @param {() => void} redraw */
+export function axisChoice(redraw) {
+  let time = recalled("along") === "time";
+  buttonGroup("data-along", (value) => {
+    time = value === "time";
+    remember({ along: time ? value : null });
+    redraw();
+  })(time ? "time" : "step");
+  return () => time;
 }

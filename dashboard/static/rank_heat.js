@@ -1,8 +1,8 @@
 // @ts-check
 /** The heat map of trends: the work of each rank in each save of a run. */
-import { base, find, numberText, secondsText } from "./dom.js";
+import { base, clockText, find, numberText, secondsText } from "./dom.js";
 import { noter } from "./canvas.js";
-import { LEFT, colourScale, heatGrid } from "./heat_grid.js";
+import { LEFT, colourScale, heatGrid, lostText } from "./heat_grid.js";
 
 /** @typedef {import("./trends.js").Bins} Bins */
 
@@ -19,13 +19,18 @@ function ranksText({ block, world }, line) {
 }
 
 /**
- * Writes steps below their columns, as many as there is room for.
+ * Writes steps, or times, below their columns, as many as there is room for.
  * @param {CanvasRenderingContext2D} g @param {Bins} bins @param {number} cw @param {number} bottom
+ * @param {boolean} time
  */
-function drawSteps(g, bins, cw, bottom) {
+function drawSteps(g, bins, cw, bottom, time) {
+  g.textAlign = "left";
+  g.fillText(time ? "UTC" : "step", 6, bottom + 12);
   let free = LEFT;
   bins.step.forEach((step, c) => {
-    const text = numberText(step);
+    const at = bins.created[c];
+    if (time && at === null) return;
+    const text = time ? clockText(at ?? 0).slice(0, 16) : numberText(step);
     const half = g.measureText(text).width / 2;
     const x = Math.max(LEFT + half, LEFT + (c + 0.5) * cw);
     if (x - half < free || x + half > LEFT + cw * bins.step.length + 8) return;
@@ -35,8 +40,8 @@ function drawSteps(g, bins, cw, bottom) {
   });
 }
 
-/** Returns what shows other saves. @returns {(bins: Bins) => void} */
-export function rankHeat() {
+/** Returns what shows other saves. @param {() => boolean} byTime @returns {(bins: Bins) => void} */
+export function rankHeat(byTime) {
   const canvas = /** @type {HTMLCanvasElement} */ (find("#ranks-canvas"));
   const note = noter(find("#ranks-heat .drawing"), find("#ranks-text"));
   /** @type {Bins | null} */
@@ -46,28 +51,30 @@ export function rankHeat() {
   const top = () => (bins?.work ?? []).reduce((most, column) => column.reduce((m, n) => Math.max(m, n), most), 1);
   let most = 1;
   const redraw = heatGrid(canvas, note, {
-    values: () => (scale.bySeconds() ? bins?.work : bins?.times) ?? [],
-    share: (n) => (scale.bySeconds() ? n / most : (n / 100 - 1) / 2),
-    state: () => `${scale.bySeconds()} ${version}`,
+    values: () => (scale.all() ? bins?.work : bins?.lost) ?? [],
+    stops: () => scale.stops(),
+    share: (n) => n / (scale.all() ? most : (bins?.most_lost ?? 1)),
+    state: () => `${scale.all()} ${version}`,
     body: () => Math.max(60, Math.min(340, lines() * 24)),
     head: () => 4,
     foot: 24,
     rowLabel: (r) => (bins && bins.block > 1 ? numberText(r * bins.block) : `rank ${r}`),
-    drawColumns: (g, cw, _, bottom) => bins && drawSteps(g, bins, cw, bottom),
+    drawColumns: (g, cw, _, bottom) => bins && drawSteps(g, bins, cw, bottom, byTime()),
     textOf: (r, c) => {
       if (!bins) return "";
       const time = bins.work[c][r];
       if (time < 0) return `${binText(bins, c)} · ${ranksText(bins, r)} · no timings`;
-      const times = bins.times[c][r] < 0 ? "" : `, ${(bins.times[c][r] / 100).toFixed(1)}× the median rank`;
       const at = bins.counts[c] > 1 || bins.block > 1 ? "at most " : "";
-      return `${binText(bins, c)} · ${ranksText(bins, r)} · ${at}${secondsText(time * bins.unit)}${times}`;
+      const lost = lostText(bins.lost[c][r] * bins.unit);
+      return `${binText(bins, c)} · ${ranksText(bins, r)} · ${at}${secondsText(time * bins.unit)}${lost}`;
     },
     open: (_, c) => {
       if (bins) location.href = `${base}checkpoints/${bins.ids[c]}/timing`;
     },
   });
-  const longest = () => most * (bins?.unit ?? 1);
-  const scale = colourScale("work", { seconds: "seconds", ratio: "median" }, longest, redraw);
+  const seconds = (/** @type {number} */ n) => n * (bins?.unit ?? 1);
+  const ends = { lost: () => seconds(bins?.most_lost ?? 1), longest: () => seconds(most) };
+  const scale = colourScale("work", ends, redraw);
   return (shown) => {
     bins = shown;
     version += 1;

@@ -2,8 +2,11 @@
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
 import { api, base, buttonGroup, bytesText, clockText, countText, figure, find, numberText } from "./dom.js";
 import { reason, recalled, remember, secondsText } from "./dom.js";
+import { refresh } from "./live.js";
+import { namePhases, paintOf } from "./phases.js";
+import { fillName } from "./canvas.js";
+import { axisChoice, nameLines, stepChart } from "./plots.js";
 import { binText, rankHeat } from "./rank_heat.js";
-import { nameLines, stepChart } from "./plots.js";
 
 /**
  * @typedef {{
@@ -15,31 +18,26 @@ import { nameLines, stepChart } from "./plots.js";
  * @typedef {{
  *   saves: number, ids: string[], step: number[], created: (number | null)[], longest: number[], first: number[],
  *   last: number[],
- *   counts: number[], seconds: number[], phases: string[], stack: number[][], block: number, world: number,
- *   unit: number, work: number[][], times: number[][],
+ *   counts: number[], seconds: number[], phases: string[], waiting: boolean[], stack: number[][], block: number,
+ *   world: number, unit: number, work: number[][], lost: number[][], most_lost: number,
  * }} Bins
  * @typedef {import("./plots.js").Line} Line
  * @typedef {import("./plots.js").Shown} Shown
  */
 
-/** Milliseconds after which a page of a run that is still being read is loaded again. */
-const AGAIN = 2000;
-/** The colours of phases, the longest first; the last is for all others. */
-const PHASES = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7"];
-
 const run = find("#trends").dataset.run;
 const readout = find("#trends-text");
-const factor = (/** @type {number} */ n) => `${n.toFixed(2)}×`;
-const rate = (/** @type {number} */ n) => `${bytesText(n)}/s`;
+/** @param {number} n @param {number} [digits] */
+const factor = (n, digits) => `${digits ? figure(n, digits) : n.toFixed(2)}×`;
+/** @param {number} n @param {number} [digits] */
+const rate = (n, digits) => `${bytesText(n, digits)}/s`;
+/** @param {number} n @param {number} [digits] */
+const metric = (n, digits = 5) => figure(n, digits);
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
-/** The steps that are shown, null for all, how their values are drawn, and whether by the time of saving. */
-const view = {
-  low: numberOf("low"),
-  high: numberOf("high"),
-  log: recalled("axis") === "log",
-  time: recalled("by") === "time",
-};
+/** The steps that are shown, null for all, and how their values are drawn. */
+const view = { low: numberOf("low"), high: numberOf("high"), log: recalled("axis") === "log" };
+const byTime = axisChoice(() => redraw().catch(fail));
 
 const open = (/** @type {string} */ id) => {
   location.href = `${base}checkpoints/${id}/timing`;
@@ -51,20 +49,24 @@ function contents(data, { dataset }) {
   const line = (label, values, colour, dash) => ({ label, values, colour, dash });
   if (dataset.metric !== undefined) {
     const name = JSON.parse(dataset.metric);
-    const words = data.metrics[name];
+    const words = data.metrics[name] ?? []; // while the run is read, it may have others
     const values = words.map((n) => (typeof n === "number" ? n : null));
-    return { lines: [line(name, values, "--c1")], words, text: (/** @type {number} */ n) => figure(n, 5), free: true };
+    return { lines: [line(name, values, "--c1")], words, text: metric, free: true };
   }
   switch (dataset.chart) {
     case "rate":
       return { lines: [line("rate", data.rate, "--c2")], text: rate };
     case "nbytes":
-      return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText };
+      return { lines: [line("bytes", data.nbytes, "--c4")], text: bytesText, whole: true };
     case "dedupe":
       return { lines: [line("dedup ratio", data.dedupe, "--c3")], text: factor };
     default:
       return {
-        lines: [line("duration", data.seconds, "--c0"), line("training blocked", data.blocked, "--c5", true)],
+        // of a save in the foreground both are the same
+        lines: [
+          { ...line("duration", data.seconds, "--c0"), wide: true },
+          line("training blocked", data.blocked, "--c5", true),
+        ],
         text: secondsText,
       };
   }
@@ -93,7 +95,7 @@ function textOf(data, charts, at) {
  * Where each save is on the horizontal axis, null for one whose time is not known.
  * @param {{ step: number[], created: (number | null)[] }} saves
  */
-const places = ({ step, created }) => (view.time ? created : step);
+const places = ({ step, created }) => (byTime() ? created : step);
 
 /**
  * The saves that have a place, from left to right. Charts take no two orders: of one place those of abandoned branches
@@ -113,7 +115,7 @@ function ordered(data) {
  * @param {{ step: number[], created: (number | null)[] }} saves
  */
 function shownRange(saves) {
-  if (!view.time || (view.low === null && view.high === null)) return { low: view.low, high: view.high };
+  if (!byTime() || (view.low === null && view.high === null)) return { low: view.low, high: view.high };
   const inside = saves.created.filter(
     (_, n) => saves.step[n] >= (view.low ?? -Infinity) && saves.step[n] <= (view.high ?? Infinity),
   );
@@ -141,46 +143,63 @@ function byBranch(data, order, lines) {
   );
 }
 
-/** Draws the charts of all saves. Returns what draws them again. @param {Trends} data */
-function drawLines(data) {
+/**
+ * Draws the charts of all saves. Returns what draws them.
+ * @returns {(data: Trends) => void}
+ */
+function lineCharts() {
   const holders = /** @type {HTMLElement[]} */ ([...document.querySelectorAll(".chart:not(#phases-chart)")]);
-  const charts = holders.map((holder) => contents(data, holder));
+  /** @type {Trends} */
+  let data;
+  /** @type {ReturnType<typeof contents>[]} */
+  let charts = [];
+  /** @type {number[]} */
+  let order = [];
   const draws = holders.map((holder) =>
     stepChart(holder, 210, {
       open: (at) => open(data.ids[order[at]]),
       tell: (at) => {
         readout.textContent = at === null ? "\u00a0" : textOf(data, charts, order[at]);
       },
-      zoom: zoomTo(data),
+      zoom: (low, high) => zoomTo(data)(low, high),
     }),
   );
-  /** @type {number[]} */
-  let order = [];
-  const list = holders[0].parentElement?.querySelector("ul");
-  const abandoned = data.branch.some((n) => n > 0) ? [{ label: "abandoned branches", colour: "--dim" }] : [];
-  if (list) nameLines(list, [...charts[0].lines, ...abandoned]);
-  return () => {
+  return (shown) => {
+    data = shown;
+    charts = holders.map((holder) => contents(data, holder));
     order = ordered(data);
     const steps = order.map((n) => places(data)[n] ?? 0);
-    const shown = { steps, log: view.log, time: view.time, ...shownRange(data) };
+    const common = { steps, log: view.log, time: byTime(), ...shownRange(data) };
+    const faint = { label: "abandoned branches", colour: "--dim", values: [], faint: true };
     draws.forEach((draw, n) => {
       const { words, lines } = charts[n];
       const marks = words && order.map((at) => (typeof words[at] === "string" ? words[at] : null));
-      draw({ ...charts[n], ...shown, marks, lines: byBranch(data, order, lines) });
+      draw({ ...charts[n], ...common, marks, lines: byBranch(data, order, lines) });
+      const list = holders[n].parentElement?.querySelector("ul");
+      const named = data.branch.some((branch) => branch > 0) ? [...lines, faint] : lines;
+      if (list) nameLines(list, named, marks?.some((mark) => mark !== null) ?? false);
     });
   };
 }
 
-/** The sums of each phase and those below it, the largest first. @param {Bins} bins @returns {Line[]} */
-function sums({ phases, stack }) {
+/** The sums of each phase and those below it, the largest first. @param {Line[]} phases @returns {Line[]} */
+function sums(phases) {
   /** @type {number[]} */
   let below = [];
-  const lines = phases.map((label, n) => {
-    below = stack[n].map((seconds, at) => seconds + (below[at] ?? 0));
-    return { label, colour: PHASES[n], values: below };
+  const lines = phases.map((phase) => {
+    below = phase.values.map((seconds, at) => (seconds ?? 0) + (below[at] ?? 0));
+    return { ...phase, values: below };
   });
   return lines.reverse();
 }
+
+/** The phases of saves as lines, those with stripes or without work as dashed ones. @param {Bins} bins */
+const phaseLines = ({ phases, waiting, stack }) =>
+  phases.map((label, n) => {
+    const paint = paintOf(label, waiting[n]);
+    const line = { label, values: stack[n], paint, dash: paint < 0 || fillName(paint) !== `--c${paint}` };
+    return { ...line, colour: paint < 0 ? "--dim" : fillName(paint) };
+  });
 
 /** Draws the phases of saves in bins. @returns {(bins: Bins) => void} */
 function phaseChart() {
@@ -196,12 +215,13 @@ function phaseChart() {
   });
   return (shown) => {
     bins = shown;
-    const apart = bins.phases.map((label, n) => ({ label, colour: PHASES[n], values: shown.stack[n] }));
-    const lines = view.log ? apart : sums(bins);
+    const [{ log }, time, apart] = [view, byTime(), phaseLines(bins)];
     const steps = places(bins).map((place) => place ?? 0);
-    const { log, time } = view;
-    draw({ steps, lines, text: secondsText, stacked: !log, log, time, ...shownRange(bins) });
-    nameLines(find("#phases-legend"), apart);
+    draw({ steps, lines: log ? apart : sums(apart), text: secondsText, stacked: !log, log, time, ...shownRange(bins) });
+    namePhases(
+      find("#phases-legend"),
+      apart.map(({ label, paint }) => ({ name: label, paint })),
+    );
   };
 }
 
@@ -214,12 +234,11 @@ function phasesText(bins, at) {
   return [`${binText(bins, at)}: ${whole}`, ...parts.map((p) => `${p.name} ${secondsText(p.seconds)}`)].join(" · ");
 }
 
-/** @type {(() => void) | null} */
-let drawn = null;
 /** @type {Trends | null} */
 let trends = null;
+const showLines = lineCharts();
 const showPhases = phaseChart();
-const showRanks = rankHeat();
+const showRanks = rankHeat(byTime);
 
 /** Draws what the view shows. */
 async function redraw() {
@@ -228,7 +247,7 @@ async function redraw() {
   find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
   showPhases(bins);
   showRanks(bins);
-  drawn?.();
+  if (trends) showLines(trends);
 }
 
 /** @param {Bins} bins */
@@ -247,7 +266,8 @@ function zoom(low, high) {
   if (asked) return;
   asked = true;
   [view.low, view.high] = [low === null ? null : Math.floor(low), high === null ? null : Math.ceil(high)];
-  remember({ low: view.low, high: view.high });
+  remember({ low: view.low, high: view.high, start: null });
+  refresh(); // the tables
   requestAnimationFrame(() => {
     asked = false;
     redraw().catch(fail);
@@ -260,7 +280,7 @@ function zoom(low, high) {
  * @returns {(low: number | null, high: number | null) => void}
  */
 const zoomTo = (saves) => (low, high) => {
-  if (!view.time || low === null || high === null) return zoom(low, high);
+  if (!byTime() || low === null || high === null) return zoom(low, high);
   const inside = saves.step.filter((_, n) => (saves.created[n] ?? -1) >= low && (saves.created[n] ?? -1) <= high);
   if (inside.length) zoom(Math.min(...inside), Math.max(...inside));
 };
@@ -284,20 +304,39 @@ buttonGroup("data-axis", (value) => {
   redraw().catch(fail);
 })(view.log ? "log" : "linear");
 
-buttonGroup("data-by", (value) => {
-  view.time = value === "time";
-  remember({ by: view.time ? value : null });
-  redraw().catch(fail);
-})(view.time ? "time" : "step");
+/** The metrics that have a chart. */
+const shownMetrics = [...document.querySelectorAll("[data-metric]")].map((holder) =>
+  JSON.parse(/** @type {HTMLElement} */ (holder).dataset.metric ?? ""),
+);
+/** What the list of saves was when they were read. @type {string | undefined} */
+let version;
+let loading = false;
 
-async function start() {
-  trends = /** @type {Trends} */ (await api(`runs/${run}/trends`));
-  drawn = drawLines(trends);
-  await redraw();
-  if (!trends.scan.complete)
-    setInterval(() => {
-      if (!document.hidden) location.reload();
-    }, AGAIN);
+/** Reads all saves, and draws what the view shows. */
+async function load() {
+  if (loading) return;
+  loading = true;
+  try {
+    version = find("#trends-news").dataset.version;
+    trends = /** @type {Trends} */ (await api(`runs/${run}/trends`));
+    const others = trends.scan.complete && Object.keys(trends.metrics).some((name) => !shownMetrics.includes(name));
+    if (others || (trends.ids.length && find("#trends").hidden)) location.reload();
+    else if (trends.ids.length) await redraw();
+  } finally {
+    loading = false;
+  }
 }
 
-start().catch(fail);
+document.addEventListener("taken", () => {
+  if (find("#trends-news").dataset.version !== version) load().catch(fail);
+});
+// a page of the table, without the others
+document.addEventListener("click", (event) => {
+  const link = event.target instanceof Element ? event.target.closest("#steps .pager a") : null;
+  if (!link || event.defaultPrevented) return;
+  event.preventDefault();
+  remember({ start: new URL(/** @type {HTMLAnchorElement} */ (link).href).searchParams.get("start") });
+  refresh();
+});
+
+load().catch(fail);

@@ -1,9 +1,10 @@
 // @ts-check
 /** The waterfall of a save with its legend: zoomed by dragging and by keys, and walked through with the arrow keys. */
-import { api, buttonGroup, bytesText, countText, figure, find, make, numberText } from "./dom.js";
+import { api, buttonGroup, bytesText, countText, figure, find } from "./dom.js";
 import { reason, recalled, remember, secondsText } from "./dom.js";
-import { follow, legend, noter } from "./canvas.js";
-import { FRAME, LEFT, WAITS, drawPhase, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
+import { follow, noter } from "./canvas.js";
+import { namePhases, paintOf } from "./phases.js";
+import { LEFT, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
 import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
 
 /** @typedef {import("./waterfall_draw.js").Scene} Scene */
@@ -65,9 +66,7 @@ function textOf({ data, edges, layout, stragglers }, item) {
  * @returns {Scene}
  */
 function sceneOf(data, slowest, order) {
-  // the outermost phase contains the others and stays grey
-  let next = 0;
-  const paints = data.phases.map((name, n) => (name === "save" ? FRAME : data.waiting[n] ? WAITS : next++));
+  const paints = data.phases.map((name, n) => paintOf(name, data.waiting[n]));
   const edges = edgesOf(data);
   const rows = orderOf(data, order);
   const view = { t0: 0, t1: data.total, r0: 0, r1: rows.length };
@@ -250,22 +249,6 @@ function showWaterfall(canvas, data, slowest, note) {
   return scene.paints;
 }
 
-/** Phases that the legend names. */
-const NAMED = 24;
-
-/** @param {string[]} phases @param {number[]} paints the colour number of each phase */
-function showLegend(phases, paints) {
-  const shown = phases.map((name, n) => ({ name, paint: paints[n] })).filter(({ paint }) => paint !== FRAME);
-  shown.sort((a, b) => Number(a.paint === WAITS) - Number(b.paint === WAITS));
-  const list = find("#phase-legend");
-  const entries = shown.slice(0, NAMED).map(({ name, paint }) => ({
-    text: paint === WAITS ? `${name} (waiting)` : name,
-    draw: (/** @type {CanvasRenderingContext2D} */ g) => drawPhase(g, paint, 0, 0, 13, 13),
-  }));
-  legend(list, entries);
-  if (shown.length > NAMED) list.append(make("li", {}, `and ${numberText(shown.length - NAMED)} more phases`));
-}
-
 const holder = find("#waterfall");
 const canvas = /** @type {HTMLCanvasElement} */ (find("#waterfall-canvas"));
 const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
@@ -275,7 +258,11 @@ const slowest = holder.dataset.slow === "" ? null : Number(holder.dataset.slow);
 async function load() {
   try {
     const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
-    showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
+    const paints = showWaterfall(canvas, data, slowest, note);
+    namePhases(
+      find("#phase-legend"),
+      data.phases.map((name, n) => ({ name, paint: paints[n] })),
+    );
   } catch (error) {
     note(`The waterfall cannot be drawn: ${reason(error)}`);
   }

@@ -1,7 +1,8 @@
 // @ts-check
 /** Draws the waterfall of a save: ranks from top to bottom, time from left to right. */
 import { numberText, secondsText } from "./dom.js";
-import { colour, fillBox, fillOf, hatch, ink, label } from "./canvas.js";
+import { colour, fillOf, ink, label } from "./canvas.js";
+import { drawPhase } from "./phases.js";
 import { LANE, TOP } from "./waterfall_layout.js";
 
 /** @typedef {import("./waterfall_layout.js").Columns} Columns */
@@ -21,25 +22,6 @@ import { LANE, TOP } from "./waterfall_layout.js";
 
 export const LEFT = 68;
 export const RIGHT = 14;
-/** Colour number of phases in which ranks wait. */
-export const WAITS = -1;
-/** Colour number of the outermost phase, which contains the others. */
-export const FRAME = -2;
-
-/**
- * Draws the box of a phase; phases in which ranks wait are pale.
- * @param {CanvasRenderingContext2D} g @param {number} phase @param {number} x @param {number} y @param {number} w
- * @param {number} h
- */
-export function drawPhase(g, phase, x, y, w, h) {
-  if (phase >= 0 && h >= 6) {
-    fillBox(g, phase, x, y, w, h);
-    return;
-  }
-  g.fillStyle = phase >= 0 ? fillOf(phase) : colour(phase === WAITS ? "--soft" : "--grid");
-  g.fillRect(x, y, w, h);
-  if (phase === WAITS && h >= 6) hatch(g, x, y, w, h, colour("--dim"), 6, 0.35);
-}
 
 /** Pixels per unit of time. @param {View} view @param {number} width */
 export const pixelsPerUnit = (view, width) => (width - LEFT - RIGHT) / Math.max(view.t1 - view.t0, 1e-9);

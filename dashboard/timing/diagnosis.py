@@ -8,14 +8,15 @@ all ranks alike. Over many saves, levels of the durations are told apart (`treec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import msgspec
 import numpy as np
 
 from treeckpt._core.format.timings import Host
-from treeckpt._core.text import count_text, seconds_text, time_text
+from treeckpt._core.sharding.int_runs import encode_runs
+from treeckpt._core.text import count_text, ranks_text, seconds_text, time_text
 from treeckpt._inspect.change_points import Level, levels_of
 from treeckpt._inspect.profile import COORDINATOR_PHASES, LATE_CALL
 from treeckpt._inspect.timing_report import MIN_LOSS_NS, MIN_SLOWDOWN, CriticalSegment, TimingReport
@@ -36,8 +37,6 @@ MIN_CHANGE = 1.25
 """The factor from which on the bytes of saves count as changed, and the work of a rank as grown."""
 MOST = 0.8
 """The share of ranks from which on a change is on all of them."""
-NAMED_RANKS = 4
-"""Ranks that a sentence names."""
 HOSTS = 20
 """Hosts that are listed."""
 RANKS = 8
@@ -204,12 +203,7 @@ def blame_of(parts: Sequence[PartRow], study: TimingReport) -> Blame | None:
         low, high = (seconds_text(int(ns) / 1e9) for ns in (times.min(), times.max()))
         took = low if low == high else f"{low} to {high}"
         return Blame(phase, share, text=f"{name} on all {len(ranks)} ranks alike, {took}")
-    on = {hosts.get(rank, "") for rank in slow}
-    host = on.pop() if len(on) == 1 else ""
-    whole = host and sum(hosts.get(rank) == host for rank in ranks.tolist()) == len(slow) and len(slow) > 1
-    where = (
-        f"all {len(slow)} ranks of host {host}" if whole else f"{_ranks_text(slow)}" + f" (host {host})" * bool(host)
-    )
+    host, where = _place_of(slow, ranks.tolist(), hosts)
     others = seconds_text(int(np.median(times[~np.isin(ranks, slow)])) / 1e9)
     return Blame(phase, share, slow, host, f"{name} on {where}, where the others took {others}")
 
@@ -240,10 +234,18 @@ def _slower(ranks: np.ndarray, times: np.ndarray, hosts: dict[int, str]) -> tupl
     return ()
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED_RANKS]))
-    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}{more}"
+def _place_of(slow: Sequence[int], ranks: Sequence[int], hosts: Mapping[int, str]) -> tuple[str, str]:
+    """Returns the host that all these slow ranks are on, empty where there is none, and them in words.
+
+    Args:
+        ranks: all that have the phase.
+        hosts: their names, where they are known.
+    """
+    on = {hosts.get(rank, "") for rank in slow}
+    host = on.pop() if len(on) == 1 else ""
+    if host and len(slow) > 1 and sum(hosts.get(rank) == host for rank in ranks) == len(slow):
+        return host, f"all {len(slow)} ranks of host {host}"
+    return host, ranks_text(encode_runs(slow)) + f" (host {host})" * bool(host)
 
 
 class OffenderRow(msgspec.Struct, frozen=True):
@@ -326,25 +328,61 @@ def _offender(saves: Sequence[TimedSave], rank: int, seen: list[tuple[int, SlowR
     )
 
 
-def trend_text(saves: Sequence[TimedSave], hosts: Sequence[HostRow]) -> str:
-    """Says since when saves take longer or less, in which phase and on which ranks, and which rank stands out often."""
+def trend_text(saves: Sequence[TimedSave], rows: Sequence[HostRow], hosts: Sequence[Host]) -> str:
+    """Says since when saves take longer or less, in which phase and on which ranks, and which rank stands out often.
+
+    Args:
+        rows: the stragglers of the saves.
+        hosts: those of the last save.
+    """
     if len(saves) <= MIN_SAVES:
         return ""
     levels = levels_of([save.reduced.seconds for save in saves])
-    last = levels[-1]
-    if len(levels) == 1:
-        text = f"All {len(saves)} saves took about as long, {seconds_text(last.median)} in the median."
-    else:
-        text = _change_text(saves, levels[-2], last)
+    text = _change_text(saves, levels[-2], levels[-1], hosts) if len(levels) > 1 else ""
+    text += _outliers_text(saves[levels[-1].start :], levels[-1].median, hosts, first=not text)
     recent = min(len(saves), RECENT)
-    ranks = [(rank.recent, rank.rank, row.host) for row in hosts for rank in row.ranks]
+    ranks = [(rank.recent, rank.rank, row.host) for row in rows for rank in row.ranks]
     count, rank, host = max(ranks, default=(0, 0, ""), key=lambda found: (found[0], -found[1]))
     if count > 1:
         text += f" R{_rank_text(rank, host)[1:]} stood out in {count} of the last {recent}."
     return text
 
 
-def _change_text(saves: Sequence[TimedSave], before: Level, after: Level) -> str:
+def _outliers_text(saves: Sequence[TimedSave], usual: float, hosts: Sequence[Host], *, first: bool) -> str:
+    """Says how many saves of a level took longer than its median, and in which phase and on which ranks.
+
+    Args:
+        first: whether nothing is said of the level yet.
+    """
+    longer = [save for save in saves if save.reduced.seconds > USUAL * usual]
+    others = [save for save in saves if save.reduced.seconds <= USUAL * usual]
+    took = f"took about as long, {seconds_text(usual)} in the median."
+    if not longer:
+        return f"All {len(saves):,} saves {took}" if first else ""
+    text = f"{len(others):,} of {len(saves):,} saves {took}" if first else ""
+    longest = median(save.reduced.seconds for save in longer)
+    times = f"{_times(longest / usual)} x as long."
+    since = _since(longer[0].step, longer[0].created_ns)
+    if len(longer) == 1:
+        text += f" S{since[1:]} alone took {seconds_text(longest)}, {times}"
+    else:
+        text += f" {len(longer):,} {'others' if first else 'of them'} took longer, the first of them {since}: "
+        text += f"{seconds_text(longest)} in the median, {times}"
+    return text + _phase_text(others, longer, hosts, slower=True)
+
+
+def _phase_text(
+    earlier: Sequence[TimedSave], later: Sequence[TimedSave], hosts: Sequence[Host], *, slower: bool
+) -> str:
+    """Says which phase changed the most between two groups of saves, and on which ranks."""
+    name, changed = _changed_phase(earlier, later, slower=slower)
+    if not name:
+        return ""
+    where = _changed_ranks(earlier, later, name, hosts, slower=slower)
+    return f" Of the phases, {visible(name)} changed the most, {changed}{where}."
+
+
+def _change_text(saves: Sequence[TimedSave], before: Level, after: Level, hosts: Sequence[Host]) -> str:
     """Says what changed between two levels of the durations."""
     earlier, later = ([saves[n] for n in range(level.start, level.stop)] for level in (before, after))
     first, factor = later[0], after.median / before.median
@@ -352,10 +390,7 @@ def _change_text(saves: Sequence[TimedSave], before: Level, after: Level) -> str
         f"Since {_since(first.step, first.created_ns)} saves take {seconds_text(after.median)} in the median, "
         f"{_times(factor)} x the {count_text(len(earlier), 'save')} before ({seconds_text(before.median)})."
     )
-    name, changed = _changed_phase(earlier, later, slower=factor > 1)
-    if name:
-        where = _changed_ranks(earlier, later, name, slower=factor > 1)
-        text += f" Of the phases, {visible(name)} changed the most, {changed}{where}."
+    text += _phase_text(earlier, later, hosts, slower=factor > 1)
     for what, value in (
         ("the ranks of a save", lambda save: save.reduced.world),
         ("its bytes", lambda save: save.nbytes or 0),
@@ -383,12 +418,14 @@ def _changed_phase(earlier: Sequence[TimedSave], later: Sequence[TimedSave], *, 
     return name, f"from {old} to {new}"
 
 
-def _changed_ranks(earlier: Sequence[TimedSave], later: Sequence[TimedSave], phase: str, *, slower: bool) -> str:
+def _changed_ranks(
+    earlier: Sequence[TimedSave], later: Sequence[TimedSave], phase: str, hosts: Sequence[Host], *, slower: bool
+) -> str:
     """Says on which ranks the work changed, or which call late since then; empty where it is not known."""
     if phase == LATE_CALL:
         late = Counter(slow.rank for save in later for slow in save.reduced.slow if slow.phase == LATE_CALL)
         often = sorted(rank for rank, count in late.items() if count >= OFTEN * len(later))
-        return f", by {_ranks_text(often)}" if often else ""
+        return f", by {ranks_text(encode_runs(often))}" if often else ""
     if phase in COORDINATOR_PHASES:
         return ", which one rank does alone"
     block = max(save.reduced.block for save in (*earlier, *later))
@@ -399,14 +436,13 @@ def _changed_ranks(earlier: Sequence[TimedSave], later: Sequence[TimedSave], pha
         for saves in (earlier, later)
     )
     changed = (new > MIN_CHANGE * old) if slower else (old > MIN_CHANGE * new)
+    world = later[-1].reduced.world
     if not changed.any() or changed.mean() >= MOST:
-        return f", on all {later[-1].reduced.world} ranks" if changed.any() and later[-1].reduced.world > 1 else ""
-    ranks = np.flatnonzero(changed)
-    if block > 1:
-        return f", on ranks {ranks[0] * block} to {(ranks[-1] + 1) * block - 1}"
-    hosts = {slow.rank: slow.host for save in later for slow in save.reduced.slow if slow.host}
-    on = {hosts.get(rank, "") for rank in ranks.tolist()}
-    return f", on {_ranks_text(ranks.tolist())}" + (f" (host {on.pop()})" if len(on) == 1 and "" not in on else "")
+        return f", on all {world} ranks" if changed.any() and world > 1 else ""
+    ranks = np.flatnonzero(np.repeat(changed, block)[:world]).tolist()
+    if block > 1:  # of the ranks of a line the slowest is known
+        return f", among {ranks_text(encode_runs(ranks))}"
+    return f", on {_place_of(ranks, range(world), host_names(hosts, range(world)))[1]}"
 
 
 def _rank_text(rank: int, host: str) -> str:

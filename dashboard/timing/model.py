@@ -23,6 +23,7 @@ from treeckpt._inspect.timing_report import (
     Straggler,
     TimingReport,
     group_phase_matrix,
+    lost_scale_ns,
     rank_groupings,
 )
 from treeckpt.errors import TreeckptError, visible
@@ -50,6 +51,8 @@ class PhaseRow(msgspec.Struct, frozen=True):
     name: str
     ranks: int
     median: float
+    p95: float
+    """The time that 95 % of the ranks need at most."""
     longest: float
     slowest: int
     """The rank with the longest time."""
@@ -301,6 +304,7 @@ def _phase_row(phase: PhaseTime) -> PhaseRow:
         phase.name,
         phase.ranks,
         median=median,
+        p95=phase.p95_ns / 1e9,
         longest=seconds,
         slowest=phase.slowest,
         nbytes=phase.nbytes,
@@ -410,6 +414,11 @@ class HeatData(msgspec.Struct, frozen=True):
     labels: list[str]
     medians: list[int]
     """Time of the median rank, by phase."""
+    most_lost: int
+    """The end of the scale of lost time, by which a row took longer than the median rank: the longest, or a large one.
+
+    Phases in which ranks wait for others do not count.
+    """
     times: list[list[int]]
     """Time of each row, by phase; -1 if there is none."""
     slowest: list[list[int]]
@@ -457,14 +466,18 @@ def heat_data(study: TimingReport, groups: Sequence[RankGrouping], by: str) -> H
     """Returns the time of every rank, or group of ranks, in every phase."""
     matrix, labels = group_rows(study, groups, by)
     unit = max(1, (study.profile.stop_ns - study.profile.start_ns) // TICKS)
-    medians = {phase.name: phase.median_ns for phase in study.profile.phases}
+    median_of = {phase.name: phase.median_ns for phase in study.profile.phases}
+    medians = np.array([median_of[name] for name in matrix.phases], np.int64)
+    waiting = [name in WAITING_PHASES for name in matrix.phases]
+    lost = np.where(waiting, 0, matrix.times - medians)
     return HeatData(
         by=by,
         phases=list(matrix.phases),
-        waiting=[name in WAITING_PHASES for name in matrix.phases],
+        waiting=waiting,
         unit=unit / 1e9,
         labels=list(labels),
-        medians=[medians[name] // unit for name in matrix.phases],
+        medians=(medians // unit).tolist(),
+        most_lost=round(lost_scale_ns(lost.max(initial=0), study.profile.seconds) / unit),
         times=np.where(matrix.times < 0, -1, matrix.times // unit).T.tolist(),
         slowest=[] if by == "rank" else matrix.slowest.T.tolist(),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Query
+from fastapi import Query, Request
 from fastapi.responses import Response
 
 from treeckpt._inspect.perfetto import encode_trace
 from treeckpt._inspect.timing_report import TimingReport
 
-from ..pages.answers import PageRouter
+from ..pages.answers import PageRouter, check_version, is_polled
 from ..store.library import Library, NotFound, OpenCheckpoint
 from .model import HeatData, WaterfallData, groupings, heat_data, timing_page, waterfall_data
 from .trends import MAX_STEP, TrendBins, TrendsPage, TrendTables
@@ -54,9 +54,21 @@ def get_trace(library: Library, checkpoint_id: str) -> Response:
     return Response(encode_trace(timings), media_type="application/json", headers=headers)
 
 
-def get_trends(tables: TrendTables, run_id: str, start: int = 0) -> TrendsPage:
-    """The saves of a run by step, in columns, and the ranks that were slow again and again."""
-    return tables.page(run_id, start)
+def get_trends(
+    request: Request,
+    library: Library,
+    tables: TrendTables,
+    run_id: str,
+    start: int = 0,
+    low: int = -MAX_STEP,
+    high: int = MAX_STEP,
+) -> TrendsPage:
+    """The saves of a run between two steps, in columns, and the ranks that were slow again and again."""
+    run = library.run(run_id)
+    library.checkpoints(run, wait=1.0 if is_polled(request) else 0.0)
+    watch = library.watches[run.id]
+    check_version(request, f"{watch.version}.{'' if watch.progress.complete else watch.progress.seen}")
+    return tables.page(run_id, start, low, high)
 
 
 def get_bins(tables: TrendTables, run_id: str, low: int = -MAX_STEP, high: int = MAX_STEP) -> TrendBins:

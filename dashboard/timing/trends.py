@@ -19,8 +19,12 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from treeckpt._core.format.timings import Host
 from treeckpt._core.text import json_number
-from treeckpt.errors import visible
+from treeckpt._inspect.profile import WAITING_PHASES, nearest_rank
+from treeckpt._inspect.timing_report import lost_scale_ns
+from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import branch_numbers, next_start, saves_in_order, unix_time
 from ..store.library import LastResult, Library, Listed, Run
@@ -33,6 +37,8 @@ BINS = 240
 PHASES = 7
 """Phases that are shown apart, those with the most time in any bin; the others are added up."""
 MAX_STEP = 1 << 62
+ALL = (-MAX_STEP, MAX_STEP)
+"""The first and the last step of all saves."""
 UNITS = 10_000
 """Units into which the longest work is divided, so that columns are short integers."""
 T = TypeVar("T")
@@ -59,6 +65,8 @@ class TrendBins(msgspec.Struct, frozen=True):
     seconds: list[float] = []
     """The median of the durations: that of a save, the shorter of two in the middle."""
     phases: list[str] = []
+    waiting: list[bool] = []
+    """Whether ranks mostly wait for other ranks in the phase."""
     stack: list[list[float]] = []
     """Time of that save on the critical path, by phase and bin: the times of all phases add up to its duration."""
     block: int = 1
@@ -68,8 +76,10 @@ class TrendBins(msgspec.Struct, frozen=True):
     """Seconds of one unit of `work`."""
     work: list[list[int]] = []
     """Active time by bin and line: the longest of any save and rank; -1 for none."""
-    times: list[list[int]] = []
-    """The work as hundredths of the median rank's in the same save."""
+    lost: list[list[int]] = []
+    """Time lost, in units too: by how much the work is longer than the median rank's in the same save, at most."""
+    most_lost: int = 0
+    """The end of the scale of lost time: the longest, or a large one for saves that take as long as these."""
 
 
 def trend_bins(saves: Sequence[TimedSave]) -> TrendBins:
@@ -88,8 +98,9 @@ def trend_bins(saves: Sequence[TimedSave]) -> TrendBins:
     phases, stack = _phases([reduced[n] for n in middle])
     block, work = _work(reduced)
     medians = np.array([one.median for one in reduced], np.float32)[:, None]
-    times = 100 * np.divide(work, medians, out=np.full_like(work, np.nan), where=medians > 0)
+    lost = np.fmax.reduceat(np.maximum(work - medians, 0), starts, axis=0)
     unit = max(float(np.nanmax(work, initial=0.0)), 1e-9) / UNITS
+    most_lost = lost_scale_ns(float(np.nanmax(lost, initial=0.0)) * 1e9, float(np.median(seconds))) / 1e9
     return TrendBins(
         saves=len(saves),
         ids=[saves[n].id for n in worst],
@@ -101,12 +112,14 @@ def trend_bins(saves: Sequence[TimedSave]) -> TrendBins:
         counts=counts.tolist(),
         seconds=seconds[middle].tolist(),
         phases=[visible(name) for name in phases],
+        waiting=[name in WAITING_PHASES for name in phases],
         stack=stack.T.tolist(),
         block=block,
         world=max(one.world for one in reduced),
         unit=unit,
         work=_integers(np.fmax.reduceat(work, starts, axis=0) / unit),
-        times=_integers(np.fmax.reduceat(times, starts, axis=0)),
+        lost=_integers(lost / unit),
+        most_lost=round(most_lost / unit),
     )
 
 
@@ -145,19 +158,39 @@ def _integers(values: np.ndarray) -> list[list[int]]:
     return np.nan_to_num(np.minimum(values, 1e9), nan=-1.0).round().astype(np.int64).tolist()
 
 
+class DurationRow(msgspec.Struct, frozen=True):
+    """How long the saves of the present branch took, or one of their phases, by percentiles of the nearest rank."""
+
+    name: str
+    """Of the phase; "duration" and "training blocked" for the whole save."""
+    p50: float
+    p95: float
+    longest: float
+    waiting: bool = False
+    """Whether ranks mostly wait for other ranks in the phase."""
+
+
 class TrendsPage(msgspec.Struct, frozen=True):
-    """The saves of a run in columns, in the order of saving; the rows from `start` to `next` are also a table."""
+    """Saves of a run in columns, in the order of saving; the rows from `start` to `next` are also a table."""
 
     run: str
     name: str
+    version: int
+    """Another number for another list of checkpoints."""
     scan: ScanProgress
     """Until the first scan is complete, saves are still missing."""
     text: str
-    """Since when saves take longer or less, in which phase, and which rank stands out, in sentences."""
+    """Since when saves take longer or less, in which phase, and which rank stands out, in sentences: of all saves."""
+    total: int
+    """Saves of the run. The fields below are about the saves between two steps, if these were asked for."""
+    low: int | None
+    high: int | None
     timed: int
     """Saves of the present branch whose timings could be read."""
     present: int
     """Saves of the present branch."""
+    durations: list[DurationRow]
+    """How long they took, the whole save first, then the phases of the critical path, the longest first."""
     hosts: list[HostRow]
     """Hosts with stragglers, those of the most saves first."""
     ids: list[str]
@@ -183,14 +216,32 @@ class TrendsPage(msgspec.Struct, frozen=True):
     next: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class TrendRow:
+    """A complete checkpoint that has a step."""
+
+    id: str
+    info: CheckpointInfo
+    reduced: ReducedTimings | None
+    branch: int
+    """As in `TrendsPage`."""
+
+
 @dataclass
 class RunTrends:
     """The complete checkpoints of a run that have a step, in the order of saving, and what is computed from them."""
 
-    page: TrendsPage
-    timed: list[TimedSave]
-    """The saves of the present branch that have timings."""
+    run: Run
+    rows: list[TrendRow]
+    text: str
+    metrics: list[str]
+    """The metrics that most of them have."""
+    pages: dict[tuple[int, int], TrendsPage] = field(default_factory=dict)
     bins: dict[tuple[int, int], TrendBins] = field(default_factory=dict)
+
+    def between(self, low: int, high: int) -> list[TrendRow]:
+        """Returns the rows of the steps between two, both included."""
+        return [row for row in self.rows if low <= (row.info.step or 0) <= high]
 
 
 class TrendTables:
@@ -200,19 +251,24 @@ class TrendTables:
         self._library = library
         self._kept = {run.id: LastResult[Listed, RunTrends]() for run in library.runs}
 
-    def page(self, run_id: str, start: int) -> TrendsPage:
+    def page(self, run_id: str, start: int, low: int, high: int) -> TrendsPage:
         """Returns the page of a run.
 
         Args:
             start: the first row of the page's table.
+            low, high: the first and the last step that it shows.
 
         Raises:
             NotFound: there is no such run.
         """
         trends = self._trends(run_id)
-        scan = self._library.watches[trends.page.run].progress
-        last = next_start(start, len(trends.page.ids))
-        return msgspec.structs.replace(trends.page, start=start, next=last, scan=scan)
+        if (page := trends.pages.get((low, high))) is None:
+            page = _trends_page(trends, low, high)
+            # of all saves, and of the last view
+            trends.pages = {key: one for key, one in trends.pages.items() if key == ALL} | {(low, high): page}
+        watch = self._library.watches[page.run]
+        last = next_start(start, len(page.ids))
+        return msgspec.structs.replace(page, start=start, next=last, scan=watch.progress, version=watch.version)
 
     def bins(self, run_id: str, low: int, high: int) -> TrendBins:
         """Returns the phases and ranks of the saves between two steps, in bins.
@@ -222,7 +278,7 @@ class TrendTables:
         """
         trends = self._trends(run_id)
         if (bins := trends.bins.get((low, high))) is None:
-            bins = trend_bins([save for save in trends.timed if low <= save.step <= high])
+            bins = trend_bins(_timed(trends.between(low, high)))
             trends.bins = {(low, high): bins}  # the last view alone is kept
         return bins
 
@@ -233,26 +289,55 @@ class TrendTables:
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     complete = saves_in_order(listed)
-    ids, infos = [checkpoint_id for checkpoint_id, _ in complete], [info for _, info in complete]
-    reduced = [library.reduced_timings(run, info) for info in infos]
-    timed = [
-        TimedSave(checkpoint_id, info.step or 0, info.created_ns, info.nbytes, one)
-        for (checkpoint_id, info), one in zip(complete, reduced, strict=True)
-        if one is not None and not info.abandoned
+    branches = branch_numbers([info for _, info in complete])
+    rows = [
+        TrendRow(checkpoint_id, info, library.reduced_timings(run, info), branch)
+        for (checkpoint_id, info), branch in zip(complete, branches, strict=True)
     ]
-    hosts = offenders(timed)
-    page = TrendsPage(
-        run=run.id,
-        name=run.name,
-        scan=library.watches[run.id].progress,
-        text=trend_text(timed, hosts),
+    timed = _timed(rows)
+    metrics = Counter(name for row in rows for name in row.info.metrics).most_common(MAX_METRICS)
+    text = trend_text(timed, offenders(timed), _hosts_of_last(library, run, rows))
+    return RunTrends(run, rows, text, [name for name, _ in metrics])
+
+
+def _timed(rows: Sequence[TrendRow]) -> list[TimedSave]:
+    """Returns the saves of the present branch that have timings."""
+    return [
+        TimedSave(row.id, row.info.step or 0, row.info.created_ns, row.info.nbytes, row.reduced)
+        for row in rows
+        if row.reduced is not None and not row.branch
+    ]
+
+
+def _hosts_of_last(library: Library, run: Run, rows: Sequence[TrendRow]) -> Sequence[Host]:
+    """Returns the hosts of the last save of the present branch that has timings; none if they cannot be read."""
+    last = next((row for row in reversed(rows) if row.reduced is not None and not row.branch), None)
+    try:
+        return library.study(library.listed(last.id, run, last.info)).timings.hosts if last is not None else ()
+    except TreeckptError:
+        return ()
+
+
+def _trends_page(trends: RunTrends, low: int, high: int) -> TrendsPage:
+    rows = trends.between(low, high)
+    infos, reduced, timed = [row.info for row in rows], [row.reduced for row in rows], _timed(rows)
+    return TrendsPage(
+        run=trends.run.id,
+        name=trends.run.name,
+        version=0,
+        scan=ScanProgress(0, 0, False),
+        text=trends.text,
+        total=len(trends.rows),
+        low=None if low == -MAX_STEP else low,
+        high=None if high == MAX_STEP else high,
         timed=len(timed),
-        present=sum(not info.abandoned for info in infos),
-        hosts=hosts,
-        ids=ids,
+        present=sum(not row.branch for row in rows),
+        durations=_durations(timed),
+        hosts=offenders(timed),
+        ids=[row.id for row in rows],
         step=[info.step or 0 for info in infos],
         created=[unix_time(info.created_ns) for info in infos],
-        branch=branch_numbers(infos),
+        branch=[row.branch for row in rows],
         seconds=[info.seconds for info in infos],
         blocked=[info.blocked_seconds for info in infos],
         nbytes=[info.nbytes or 0 for info in infos],
@@ -261,14 +346,29 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
         world=[info.world or 0 for info in infos],
         phase=_column(reduced, lambda one: None if one.longest_phase is None else visible(one.longest_phase)),
         slow=_column(reduced, lambda one: one.slow[0].rank if one.slow else None),
-        metrics={
-            name: [json_number(info.metrics.get(name)) for info in infos]
-            for name, _ in Counter(name for info in infos for name in info.metrics).most_common(MAX_METRICS)
-        },
+        metrics={name: [json_number(info.metrics.get(name)) for info in infos] for name in trends.metrics},
         start=0,
         next=None,
     )
-    return RunTrends(page, timed)
+
+
+def _durations(timed: Sequence[TimedSave]) -> list[DurationRow]:
+    """Returns the percentiles of the whole save and of each phase of its critical path."""
+    if not timed:
+        return []
+    reduced = [save.reduced for save in timed]
+    names, times = _phases(reduced)
+    whole = {
+        "duration": np.array([one.seconds for one in reduced]),
+        "training blocked": np.array([one.blocked_seconds for one in reduced]),
+    }
+
+    def row(name: str, values: np.ndarray, *, waiting: bool = False) -> DurationRow:
+        p50, p95 = (nearest_rank(values, share) for share in (0.5, 0.95))
+        return DurationRow(visible(name), p50, p95=p95, longest=float(values.max()), waiting=waiting)
+
+    phases = [row(name, column, waiting=name in WAITING_PHASES) for name, column in zip(names, times.T, strict=True)]
+    return [row(name, values) for name, values in whole.items()] + phases
 
 
 def _column(reduced: list[ReducedTimings | None], value: Callable[[ReducedTimings], T | None]) -> list[T | None]:

@@ -24,14 +24,13 @@ from ..checkpoint.verify import VerifyJobs
 from ..compare import routes as compare_routes
 from ..compare.changes import ChangeJobs
 from ..compare.diff import Comparisons
-from ..pages.answers import TableTooLong, describe_responses, is_api, json_response, library_of
+from ..pages.answers import NotModified, TableTooLong, describe_responses, is_api, json_response, library_of
 from ..pages.checkpoints import loading_page
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
 from ..runs.first_nan import NanJobs
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
-from ..runs.routes import NotModified
 from ..runs.usage import CleanUpPlans
 from ..store.cache import Cache
 from ..store.index_reader import StillReading

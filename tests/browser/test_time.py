@@ -83,19 +83,24 @@ def test_a_part_is_zoomed_into_by_dragging_and_its_address_leads_back(wide):
 def test_the_heat_map_is_walked_by_keys_and_regrouped_by_host(wide):
     wide.get_by_role("link", name="by host").click()
     canvas = wide.locator("#heat-canvas")
-    expect(wide.locator("#heat-high")).to_contain_text("3×")
+    expect(wide.locator("#heat-low")).to_have_text("lost to the median rank: 0")
+    expect(wide.locator("#heat-high")).to_have_text("207 ms")
+    expect(wide.locator("#heat-legend")).to_have_text("waiting for other ranks")
     expect_colours(wide, "#heat-canvas", 5)
     canvas.focus()
     wide.keyboard.press("Home")
     for _ in range(SLOW // 8):
         wide.keyboard.press("ArrowDown")
-    expect(wide.locator("#heat-text")).to_contain_text(f"node{SLOW // 8} · write · 300 ms, 3.2× the median rank")
+    expect(wide.locator("#heat-text")).to_contain_text(
+        f"node{SLOW // 8} · write · 300 ms, 207 ms lost to the median rank"
+    )
     expect(wide.locator("#heat-text")).to_contain_text(f"at most: rank {SLOW}")
     box = canvas.bounding_box()
     wide.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
     expect(wide.locator("#heat .tip")).to_contain_text("write")
-    wide.get_by_role("button", name="over the save").click()
-    expect(wide).to_have_url(re.compile("scale=save"))
+    wide.get_by_role("button", name="duration", exact=True).click()
+    expect(wide).to_have_url(re.compile("scale=duration"))
+    expect(wide.locator("#heat-high")).to_have_text("300 ms")
 
 
 def test_of_large_pictures_no_more_is_drawn_than_is_seen(wide):
@@ -198,10 +203,10 @@ def test_phases_and_ranks_of_all_saves_are_walked_by_keys_and_lead_to_a_save(tre
     trends.locator("#ranks-canvas").focus()
     for key in ("Home", "ArrowRight", "ArrowRight", *["ArrowDown"] * 11):
         trends.keyboard.press(key)
-    expect(trends.locator("#ranks-text")).to_have_text("step 3 · rank 11 · 130 ms, 2.5× the median rank")
+    expect(trends.locator("#ranks-text")).to_have_text("step 3 · rank 11 · 130 ms, 79 ms lost to the median rank")
     trends.get_by_role("button", name="duration", exact=True).click()
     expect(trends.locator("#heat-high")).to_have_text("840 ms")
-    expect(trends).to_have_url(re.compile("work=seconds"))
+    expect(trends).to_have_url(re.compile("work=duration"))
     trends.locator("#ranks-canvas").focus()
     trends.keyboard.press("Enter")
     expect(trends.get_by_role("heading", name="Step 3", exact=True)).to_be_visible()
@@ -218,6 +223,9 @@ def test_a_range_of_steps_is_dragged_and_its_address_leads_back(trends):
     shown = trends.locator("#bins-about")
     expect(shown).to_have_text(re.compile(r"^1[67] saves$"))
     text = shown.inner_text()
+    table = trends.get_by_role("region", name="Steps", exact=True).locator("tbody tr")
+    expect(table).to_have_count(int(text.split()[0]))  # the tables follow
+    expect(trends.locator("#durations thead")).to_contain_text(text)
     trends.goto(trends.url)
     expect(trends.locator("#bins-about")).to_have_text(text)
     trends.get_by_role("button", name="all steps").click()
@@ -292,7 +300,7 @@ def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_numb
     expect(page.get_by_text("2 of them on abandoned branches")).to_be_visible()
     expect(page.locator("#phases-legend")).to_contain_text("publish")  # the script has drawn, and listens
     page.get_by_role("button", name="by time").click()
-    expect(page).to_have_url(re.compile("by=time"))
+    expect(page).to_have_url(re.compile("along=time"))
     chart, told = page.get_by_role("img", name=re.compile("^loss")), page.locator("#trends-text")
     chart.focus()
     page.keyboard.press("Home")
@@ -303,3 +311,40 @@ def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_numb
     page.keyboard.press("End")
     expect(told).to_contain_text("loss NaN")
     expect_colours(page, "[data-metric] canvas", 4)
+
+
+def test_trends_take_in_a_save_that_is_made_while_they_are_open(watched, serve, tmp_path):
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        page = watched(serve(tmp_path / "run"))
+        page.get_by_role("link", name="Trends over steps").click()
+        expect(page.get_by_text("There is no complete checkpoint with a step yet.")).to_be_visible()
+        manager.save(1, {"x": 1}, metrics={"loss": 1.0})
+        expect(page.locator("#bins-about")).to_have_text("1 save")
+        expect(page.get_by_role("img", name=re.compile("^loss"))).to_be_visible()
+        page.evaluate("window.kept = true")
+        manager.save(2, {"x": 2}, metrics={"loss": 0.5})
+        expect(page.locator("#bins-about")).to_have_text("2 saves")
+        expect(page.get_by_role("region", name="Steps", exact=True).get_by_role("link", name="step 2")).to_be_visible()
+        assert page.evaluate("window.kept"), "nothing was loaded again but what has changed"
+    as_of = page.locator("[data-as-of]")
+    expect(as_of).to_have_text(re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$"))
+    before = as_of.inner_text()
+    expect(as_of).not_to_have_text(before)
+
+
+def test_a_phase_has_one_colour_and_marks_of_an_axis_have_the_digits_that_tell_them_apart(trends):
+    paints, others, texts = trends.evaluate(
+        """async () => {
+            const base = document.body.dataset.base + "static";
+            const { paintOf } = await import(`${base}/phases.js`);
+            const { bytesText, secondsText } = await import(`${base}/dom.js`);
+            const known = ["fsync", "hash", "write", "plan", "flatten", "publish", "stage", "write files", "late call"];
+            const texts = [
+                bytesText(12.5, 3), bytesText(12.5), bytesText(7500, 4), secondsText(0.0075, 3),
+                secondsText(100.5), secondsText(112.5, 5), secondsText(7260),
+            ];
+            return [known.map((name) => paintOf(name, false)), [paintOf("x", false), paintOf("x", true)], texts];
+        }"""
+    )
+    assert len(set(paints)) == len(paints) and others[0] not in paints and others[1] < 0
+    assert texts == ["12.5 B", "13 B", "7.5 kB", "7.5 ms", "1 min 41 s", "1 min 52.5 s", "2 h 1 min"]

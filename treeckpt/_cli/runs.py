@@ -259,7 +259,7 @@ def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[s
         "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],
         "ranks": [_or_dash(info.world) for info in found],
-        "saved": [time_text(info.created_ns, None) for info in found],
+        "saved": [time_text(info.created_ns) for info in found],
         "age": ["-" if ns is None else ago_text((now - ns) / 1e9) for ns in (info.created_ns for info in found)],
         "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
     }

@@ -248,7 +248,7 @@ def index_summary(index: Index) -> dict[str, Any]:
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
     return [
         ("step", index.step),
-        ("saved", time_text(index.created_ns, None)),
+        ("saved", time_text(index.created_ns)),
         ("save id", index.save_id),
         ("ranks", index.world),
         ("leaves", len(index.leaves)),

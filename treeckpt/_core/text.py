@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from ..errors import TreeckptError
@@ -67,20 +67,14 @@ def rate_text(nbytes: float, seconds: float = 1.0) -> str:
     return f"{bytes_text(nbytes / seconds)}/s" if seconds > 0 else "-"
 
 
-def time_text(ns: int | None, zone: tzinfo | None = UTC) -> str:
-    """Formats a Unix time to the second: `2026-01-31 12:00:00 UTC`.
-
-    Args:
-        ns: nanoseconds; None gives `-`.
-        zone: None means that of the machine, which is not named in the text.
-    """
+def time_text(ns: int | None) -> str:
+    """Formats a Unix time in nanoseconds to the second, `2026-01-31 12:00:00 UTC`; None gives `-`."""
     if ns is None:
         return "-"
     try:
-        text = datetime.fromtimestamp(ns // 10**9, UTC).astimezone(zone).strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
         return "out of range"
-    return f"{text} UTC" if zone is UTC else text
 
 
 def seconds_text(seconds: float) -> str:

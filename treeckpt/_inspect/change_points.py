@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from .profile import nearest_rank
+
 OUTLIER = 3.0
 """The distance from which on all distances count the same, in units of the noise."""
 CHANGE_COST = 2.5
@@ -53,7 +55,7 @@ def levels_of(seconds: Sequence[float]) -> list[Level]:
 
 
 def _level(values: np.ndarray, start: int, stop: int) -> Level:
-    return Level(start, stop, float(np.exp(np.median(values[start:stop]))))
+    return Level(start, stop, float(np.exp(nearest_rank(values[start:stop], 0.5))))
 
 
 def _changes(values: np.ndarray) -> list[int]:

@@ -12,6 +12,7 @@ no record tells the two apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,8 @@ class PhaseTime(msgspec.Struct, frozen=True):
     nbytes: int
     median_ns: int
     """Median over the ranks of a rank's time in the phase."""
+    p95_ns: int
+    """The time that 95 % of the ranks need at most."""
     longest_ns: int
     slowest: int
     """The rank with the longest time."""
@@ -225,6 +228,12 @@ def _nesting(parent: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.nda
     return depth[:-1], ~counted[:-1]
 
 
+def nearest_rank(values: np.ndarray, share: float) -> float:
+    """Returns a percentile by the nearest rank: the least of the values that `share` of them do not exceed."""
+    place = max(0, math.ceil(share * len(values) - 1e-9) - 1)
+    return np.partition(values, place)[place].item()
+
+
 def covered_ns(group: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int) -> np.ndarray:
     """Computes the length that the union of each group's intervals covers.
 
@@ -260,7 +269,7 @@ def profile_of(timings: Timings, spans: SpanColumns | None = None) -> SaveProfil
     returned = {s.rank: s.stop_ns - ahead.get(s.rank, 0) for s in timings.spans if s.name == BLOCKING}
     ranks = _rank_times(spans, numbers, row, returned)
     slowest = max(ranks, key=lambda r: (r.busy_ns, -r.rank))
-    median = sorted(r.busy_ns for r in ranks)[(len(ranks) - 1) // 2]
+    median = int(nearest_rank(np.array([r.busy_ns for r in ranks]), 0.5))
     blocked = [r.blocked_ns for r in ranks if r.blocked_ns is not None]
     return SaveProfile(
         start_ns=min(r.start_ns for r in ranks),
@@ -305,7 +314,6 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
         if not len(ours):
             continue
         slowest = int(ours.argmax())
-        middle = int(np.partition(ours, (len(ours) - 1) // 2)[(len(ours) - 1) // 2])
         longest = int(ours.max())
         phases.append(
             PhaseTime(
@@ -313,7 +321,8 @@ def _phases(spans: SpanColumns, numbers: np.ndarray, row: np.ndarray) -> tuple[P
                 len(ours),
                 spans=counts[number],
                 nbytes=int(nbytes.sum()),
-                median_ns=middle,
+                median_ns=int(nearest_rank(ours, 0.5)),
+                p95_ns=int(nearest_rank(ours, 0.95)),
                 longest_ns=longest,
                 slowest=int(numbers[where[part][slowest]]),
                 slowest_nbytes=int(nbytes[slowest]),

@@ -37,6 +37,7 @@ from .profile import (
     SpanColumns,
     clocks_text,
     covered_ns,
+    nearest_rank,
     profile_of,
     span_lanes,
 )
@@ -48,6 +49,8 @@ MIN_LOSS_NS = 1_000_000
 """Nanoseconds: a rank that loses less than a millisecond to the median is no straggler."""
 MIN_SHARE = 0.01
 """The part of the duration of a save below which the loss of a rank makes no straggler of it."""
+LOST_SCALE = 10
+"""The multiple of the least loss that makes a straggler at which a scale of lost time ends, at least: noise is pale."""
 MAX_STEPS = 1000
 MIN_WAIT_SHARE = 0.1
 """The share of a save below which the wait for the last call is not worth a sentence."""
@@ -159,13 +162,28 @@ def _named_meshes(index: Index) -> list[Mesh]:
     return sorted(meshes, key=lambda mesh: (-len(mesh_ranks(mesh)), -len(mesh.names), mesh.names, mesh.ranks))
 
 
+def least_loss_ns(seconds: float) -> float:
+    """Returns the nanoseconds below which the loss of a rank counts for nothing in a save that took so long."""
+    return max(MIN_LOSS_NS, MIN_SHARE * seconds * 1e9)
+
+
+def lost_scale_ns(longest_ns: float, seconds: float) -> float:
+    """Returns where a scale of the time that ranks lost to the median rank ends: at the longest, or a large one.
+
+    Args:
+        longest_ns: the longest loss that is shown.
+        seconds: the duration of the save.
+    """
+    return max(longest_ns, LOST_SCALE * least_loss_ns(seconds))
+
+
 def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggler, ...]:
     """Returns the stragglers, the largest loss of time first. Phases of waiting or of the coordinator have none.
 
     A rank that called save later than the others is one in the phase LATE_CALL.
     """
     stragglers: list[Straggler] = []
-    least_ns = max(MIN_LOSS_NS, MIN_SHARE * profile.seconds * 1e9)
+    least_ns = least_loss_ns(profile.seconds)
     for column, phase in enumerate(matrix.phases):
         if phase not in WAITING_PHASES | COORDINATOR_PHASES:
             rows = np.flatnonzero(matrix.times[:, column] >= 0)
@@ -180,7 +198,7 @@ def find_stragglers(profile: SaveProfile, matrix: PhaseMatrix) -> tuple[Straggle
 def _outliers(phase: str, ranks: np.ndarray, times: np.ndarray, least_ns: float) -> list[Straggler]:
     if len(times) < 3:  # of two ranks none is the outlier
         return []
-    median = int(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
+    median = int(nearest_rank(times, 0.5))
     deviation = float(np.median(np.abs(times - median)))
     far = (times > median * MIN_SLOWDOWN) & (times - median >= least_ns)
     scores = 0.6745 * (times - median) / deviation if deviation else np.full(len(times), np.inf)

@@ -75,7 +75,7 @@ def test_the_command_and_the_dashboard_share_them_and_show_one_array_over_steps(
     at = addresses(client)
     number = number_of(client, f"/api/v1{at[1]}", "model/layers.2.w")
     found = client.get(f"/api/v1{at[1]}/leaves/{number}/steps").json()
-    assert (found["step"], found["unknown"]) == ([1, 2], 1)
+    assert (found["step"], found["unknown"]) == ([1, 2], 1) and len(found["created"]) == 2
     assert [numbers["mean"] for numbers in found["numbers"]] == pytest.approx([1.2, 2.2])
     assert "Statistics" in client.get(f"{at[1]}/leaves/{number}").text
     assert "Statistics" not in client.get(f"{at[3]}/leaves/{number}").text

@@ -145,3 +145,14 @@ def test_what_has_no_timings_answers_404_as_data_and_a_page_as_html(client, ids)
         answers = [client.get(f"/api/v1/{at}/{p}") for p in ("timing/waterfall", "timing/heat", "trace.json")]
         assert {a.status_code for a in answers} <= {200, 404} and client.get(f"/{at}/timing").status_code == 200
     assert client.get(f"/api/v1/checkpoints/{ids['latest']}/trace.json").status_code == 404
+
+
+def test_the_scale_of_lost_time_ends_at_the_longest_loss_and_waiting_loses_nothing(timed):
+    client, at = timed
+    heat = client.get(f"/api/v1/{at}/timing/heat").json()
+    write = heat["phases"].index("<b>write</b>")
+    assert heat["waiting"] == [name == "gather" for name in heat["phases"]]
+    assert heat["most_lost"] == heat["times"][write][70] - heat["medians"][write]
+    assert heat["most_lost"] * heat["unit"] == pytest.approx(0.069, abs=1e-4)
+    [row] = [row for row in client.get(f"/api/v1/{at}/timing").json()["phases"] if row["name"] == "<b>write</b>"]
+    assert [row[key] for key in ("median", "p95", "longest")] == [0.021, 0.022, 0.09]

@@ -29,7 +29,7 @@ def test_trends_are_listed_100_at_a_time(serve, tmp_path):
     client = serve(tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert client.get(f"/api/v1/runs/{run['id']}/trends").json()["next"] == 100
-    assert client.get(f"/runs/{run['id']}/trends?start=100").text.count('<th scope="row">') == 3
+    assert client.get(f"/runs/{run['id']}/trends?start=100").text.count("changes</a>") == 3
 
 
 PHASES = {"plan": 10, "write": 40, "fsync": 20}
@@ -91,9 +91,10 @@ def test_a_slow_rank_stays_visible_in_a_bin_of_many_saves(trends, monkeypatch):
     assert (bins["counts"], bins["first"], bins["last"]) == ([5] * 4, [1, 6, 11, 16], [5, 10, 15, 20])
     assert bins["step"][2] == 13 and bins["ids"][2] == ask()["ids"][12]
     assert bins["longest"][2] > 2 * bins["longest"][0]
-    assert max(range(8), key=lambda rank: bins["times"][2][rank]) == 5 and bins["times"][2][5] > 400
+    lost = [[n * bins["unit"] for n in column] for column in bins["lost"]]
+    assert max(range(8), key=lambda rank: lost[2][rank]) == 5 and lost[2][5] == pytest.approx(7 * 0.042, rel=0.02)
     assert bins["work"][2][5] * bins["unit"] == pytest.approx(0.012 + 8 * 0.042 + 0.022, rel=0.01)
-    assert max(bins["times"][1]) < 110
+    assert bins["most_lost"] == max(bins["lost"][2]) and max(lost[1]) < 0.01 < lost[2][5] / 10
 
 
 def test_saves_of_other_numbers_of_ranks_share_a_heat_map(trends):
@@ -193,3 +194,56 @@ def test_hostile_names_of_phases_and_hosts_are_escaped(trends):
     text = ask(page=True)
     assert "&lt;b&gt;write\\u202e" in text and "<b>write" not in text and "\u202e" not in text
     assert "<b>write\\u202e" in ask("/bins")["phases"] and "<b>write\\u202e" in ask()["phase"]
+
+
+def test_saves_that_take_longer_again_and_again_are_not_called_as_long_as_the_others(trends):
+    text = trends(60, lambda n: spans_of(PHASES, slow=[5] * (n % 3 == 0), phase="fsync"))()["text"]
+    assert text.startswith(
+        "40 of 60 saves took about as long, 76 ms in the median. 20 others took longer, the first of"
+    )
+    assert "them step 3 (2025-06-15 15:09:40 UTC): 230 ms in the median, 3 x as long. Of the phases, fsync" in text
+    assert "changed the most, from 22 ms to 176 ms, on rank 5 (host node1). Rank 5" in text
+    told = trends(60, lambda n: spans_of(PHASES, slow=[5] * (n == 17), phase="fsync"))()["text"]
+    assert told.startswith("59 of 60 saves took about as long, 76 ms in the median. Step 17 (2025-06-15 15:23:40 UTC) ")
+    assert " alone took 230 ms, 3 x as long. Of the phases, fsync changed the most" in told
+
+
+def test_a_change_on_all_ranks_of_a_host_names_the_host(trends):
+    text = trends(40, lambda n: spans_of(PHASES, slow=range(4, 8) if n > 20 else [], phase="fsync"))()["text"]
+    assert text.startswith("Since step 21 ") and text.endswith(", on all 4 ranks of host node1.")
+
+
+def test_time_that_is_noise_is_pale_on_the_scale_of_lost_time(trends):
+    bins = trends(6, lambda n: spans_of(PHASES))("/bins")
+    assert bins["most_lost"] * bins["unit"] == pytest.approx(0.01, rel=0.01)  # no rank lost more than 3 ms
+    slow = trends(6, lambda n: spans_of(PHASES, slow=[5] * (n == 2), phase="fsync"))("/bins")
+    assert slow["most_lost"] * slow["unit"] == pytest.approx(7 * 0.022, rel=0.03)
+    assert slow["most_lost"] == max(map(max, slow["lost"]))
+
+
+def test_tables_figures_and_csv_are_of_the_steps_that_are_shown(trends):
+    ask = trends(30, lambda n: spans_of(PHASES | {"fsync": 220 if n > 20 else 20}))
+    page = ask(low=6, high=20)
+    assert page["step"] == list(range(6, 21)) and page["total"] == 30
+    rows = {row["name"]: row for row in page["durations"]}
+    assert rows["duration"]["p50"] == rows["duration"]["longest"] == pytest.approx(0.076)
+    whole = {row["name"]: row for row in ask()["durations"]}
+    assert [whole["fsync"][key] for key in ("p50", "p95", "longest")] == pytest.approx([0.022, 0.222, 0.222])
+    assert page["text"] == ask()["text"], "since when saves are slow is of all of them"
+    text = ask(page=True, low=6, high=20)
+    assert "step 20</a>" in text and "step 21</a>" not in text and "between 6 and 20" in text
+    assert "2025-06-15 15:12:40 UTC" in text and "as of <span data-as-of>" in text
+
+
+def test_a_client_that_polls_trends_gets_what_is_new_alone(serve, tmp_path):
+    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
+        manager.save(1, {"x": 1})
+        client = serve(tmp_path / "run")
+        [run] = client.get("/api/v1/runs").json()["runs"]
+        first = client.get(f"/runs/{run['id']}/trends")
+        headers = {"If-None-Match": first.headers["etag"]}
+        assert client.get(f"/runs/{run['id']}/trends", headers=headers).status_code == 304
+        manager.save(2, {"x": 2})
+        client.app.state.library.watches[run["id"]]._fresh_until = None
+        later = client.get(f"/runs/{run['id']}/trends", headers=headers)
+    assert later.status_code == 200 and "step 2</a>" in later.text and "step 2</a>" not in first.text
