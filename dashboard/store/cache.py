@@ -23,6 +23,7 @@ import msgspec
 
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs.catalog import Summary
+from treeckpt._runs.run_end import RunEnd
 from treeckpt._runs.stat_cache import LruStatCache
 from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _DECODERS: dict[str, Any] = {
     "summary": msgspec.msgpack.Decoder(Summary),
     "took": msgspec.msgpack.Decoder(ReducedTimings),
+    "ended": msgspec.msgpack.Decoder(RunEnd),
 }
 """Of MessagePack: JSON has no NaN, which a metric may be."""
 

@@ -42,7 +42,7 @@ from .._runs.run_metrics import (
     run_metric,
     sum_nbytes,
 )
-from .._runs.run_state import status_of_run
+from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -59,7 +59,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
             killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
             is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
             elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
-            as the training went back before it
+            as the training went back before it. Below is whether the run is finished, stopped, alive or late
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -142,6 +142,9 @@ def _ls(options: argparse.Namespace) -> int:
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
+    for run, infos in infos_of.items():
+        if any(info.status != "foreign" for info in infos) and not is_checkpoint(run):
+            print_line(f"{visible(run)}: {activity_at(signs_of_run(infos), time.time_ns()).text}")
     return 0
 
 
@@ -151,6 +154,8 @@ class RunRow(msgspec.Struct, frozen=True):
     run: str
     status: Status | None
     """What `status_of_run` says; None without a directory."""
+    activity: RunActivity
+    """Whether it still trains."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -176,7 +181,8 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             newest = next(filter(is_good, listed), None)
             metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
             complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+            activity = activity_at(signs_of_run(listed), time.time_ns())
+            rows.append(RunRow(path, status_of_run(listed), activity, complete, sum_nbytes(listed), newest, metrics))
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
@@ -188,7 +194,7 @@ def _ls_metrics(options: argparse.Namespace) -> int:
         print_table(
             list(columns),
             list(zip(*columns.values(), strict=True)),
-            right=[name for name in columns if name not in ("run", "status")],
+            right=[name for name in columns if name not in ("run", "status", "activity")],
         )
     return 0
 
@@ -197,6 +203,7 @@ def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
         "size": [bytes_text(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],

@@ -21,6 +21,7 @@ import msgspec
 from .._core.format.files import (
     PIN_NAME,
     CheckpointId,
+    ended_name,
     id_name,
     is_step_name,
     parse_file_name,
@@ -48,6 +49,7 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
+from .run_end import RunEnd, read_end
 from .stat_cache import LruStatCache, StatCache
 from .verification import Verification, VerificationStore
 
@@ -215,6 +217,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Whether a file beside it says that a verification found changed bytes."""
     deleting: bool = False
     """Whether it has no index, and a file says that a deletion has taken it away."""
+    ended: RunEnd | None = None
+    """How the run ended after it, if a manager has said so beside it; it counts only if no save began since."""
     disks: tuple[DiskInfo, ...] = ()
     """Of a node-local checkpoint, its disks. It is complete where what is not here belongs on other disks."""
     verification: Verification | None = None
@@ -655,6 +659,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
+    mark = files.get(ended_name(summary.save_id)) if durations is not None else None
     problem = _problem("shards", summary.sizes_here(files), files)
     return CheckpointInfo(
         name=folder.name,
@@ -676,6 +681,9 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         found_damaged=verdict_name(summary.save_id) in files,
         saving=_saving(folder, files, summary.save_id),
         lineage=summary.lineage,
+        ended=read_end(folder, summary.save_id, mark, durations)
+        if mark is not None and durations is not None
+        else None,
         disks=disks_of(summary, files),
     )
 
