@@ -225,11 +225,12 @@ def _in_order(parts: Sequence[RunPart], columns: Sequence[MetricColumn], sort: s
 
 def _text_of_run(part: RunPart) -> str:
     state = (part.state or "").replace("_", " ")
-    return f"{part.name} {part.path} {state} {part.activity.state if part.activity else ''} {' '.join(part.metrics)}".casefold()
+    activity = part.activity.state if part.activity is not None else ""
+    return f"{part.name} {part.path} {state} {activity} {' '.join(part.metrics)}".casefold()
 
 
 def run_activity(library: Library, run: Run, summary: RunSummary, now_ns: int | None = None) -> RunActivity | None:
-    """Returns whether a run still trains; None where not all of its directories are read, or they cannot be read now."""
+    """Returns whether a run still trains; None until all of its directories are read, or if they cannot be."""
     progress = library.watches[run.id].progress
     if not progress.complete or progress.problem is not None:
         return None

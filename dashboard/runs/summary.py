@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number
+from treeckpt._core.text import json_number, shell_quoted
 from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
 from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric, sum_nbytes
 from treeckpt._runs.run_state import RunSigns, signs_of_run, status_of_run
@@ -291,15 +290,6 @@ def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool)
         manager = f"import treeckpt as tc\nmanager = tc.Manager({run.store.url!a}, keep=None)\n{call}"
     load = f"import treeckpt as tc\nstate = tc.load({info.path!a}{take})"
     return ResumeSnippets(manager, load, f"treeckpt verify {shell_quoted(info.path)}")
-
-
-def shell_quoted(text: str) -> str:
-    """Quotes an argument for bash and zsh; anything but printable ASCII is written as escapes."""
-    if text.isascii() and text.isprintable():
-        return shlex.quote(text)
-    data = text.encode("utf-8", "surrogateescape")
-    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
-    return f"$'{''.join(plain)}'"
 
 
 def policies_of(library: Library, listed: Listed, keep: str | None = None) -> tuple[Policy, ...]:

@@ -1,4 +1,4 @@
-"""Whether a run is finished, stopped, alive or late: by the mark of its manager, by saves under way, by the interval."""
+"""Whether a run is finished, stopped, alive or late: by the mark of its manager, by saves, by the usual interval."""
 
 import json
 import logging
@@ -101,7 +101,7 @@ def test_a_mark_counts_until_a_save_begins_after_it(by):
     ended = msgspec.structs.replace(newest, ended=mark)
     found = of([ended, *others])
     assert (found.state, found.since, found.due, found.live) == (
-        by and "stopped" or "finished",
+        (by and "stopped") or "finished",
         mark.ended_ns / 1e9,
         None,
         False,

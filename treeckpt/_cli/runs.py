@@ -32,6 +32,7 @@ from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_ve
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
@@ -137,6 +138,8 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if (advice := repair_advice(info)) is not None:
+            print_line(f"{info.name}: {advice.text}", "dim")
         if info.unhealthy:
             print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)

@@ -405,7 +405,8 @@ class _DirectoryState:
                 files = [f for f, o in self.ours if is_undecided(f.name) or (o.kind in _LOCKS and f.alive is False)]
                 return self._leftovers(files, directory=False)
             return RetainedDirectory(
-                name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
+                name,
+                "pinned, though it has no index: treeckpt verify --repair makes it again; unpinned, it is removed",
             )
         if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
             return RetainedDirectory(name, "no index: its repair was cut short; repair it again")

@@ -85,8 +85,8 @@ from .restore import (
     from_all_disks,
     restore_from,
 )
-from .run_end import EndMark
 from .run import CheckpointSelector, RunDirectory, refuse_link
+from .run_end import EndMark
 from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch

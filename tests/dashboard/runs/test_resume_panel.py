@@ -14,11 +14,12 @@ from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
 from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
+from treeckpt._core.text import shell_quoted
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.statistics_store import StatisticsStore
 from treeckpt._runs.verification import Verification, VerificationStore, cache_directory, verify_folder
 from treeckpt.policy import Best, parse_keep
-from treeckpt_dashboard.runs.summary import resume_facts, shell_quoted
+from treeckpt_dashboard.runs.summary import resume_facts
 
 SECOND, NOW = 10**9, 2 * 10**18
 INTACT = Verification(
