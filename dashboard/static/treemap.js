@@ -1,8 +1,8 @@
 // @ts-check
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
-import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
-import { isReport, reason, recalled, remember, tableOf, visible } from "./dom.js";
-import { colour, fillName, fillOf, follow, ink, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
+import { api, base, buttonGroup, bytesText, countText, find, make, numberText } from "./dom.js";
+import { drawn, isReport, recalled, remember, tableOf, visible } from "./dom.js";
+import { colour, fillName, fillOf, follow, ink, legend, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
@@ -24,13 +24,15 @@ const trail = find("#treemap-trail");
 const checkpoint = holder.dataset.checkpoint ?? "";
 const TITLE = 17;
 const LISTED = 500; // areas in the table
+const BOXES = 200; // of a map of the tree: a click shows what is in one
+const NAMED = 12; // parts in the legend
 
 /** @type {Page | null} */
 let page = null;
 /** Leaves of the picture, largest first, and the frames around them. @type {{ leaves: Area[], frames: Area[] }} */
 let areas = { leaves: [], frames: [] };
 const picture = document.createElement("canvas");
-let drawn = "";
+let painted = "";
 let chosen = -1;
 let theme = 0;
 document.addEventListener("theme", () => {
@@ -40,7 +42,22 @@ document.addEventListener("theme", () => {
 /** @param {number} box */
 function nameOf(box) {
   if (!page) return "";
-  return page.more[box] ? countText(page.more[box], "smaller one") : page.names[box] || "(all)";
+  if (page.more[box]) return page.names[box] || countText(page.more[box], "smaller one");
+  return page.names[box] || "(all)";
+}
+
+/** The names that several areas have: alone, they say nothing. @type {Set<string>} */
+let repeated = new Set();
+
+/**
+ * The lines of a box: where it is, if others have its name too, and its name.
+ * @param {number} box
+ */
+function linesOf(box) {
+  const name = nameOf(box);
+  if (page?.more[box] && name.includes(" … ")) return name.split(/(?<= …) /);
+  if (!page || !repeated.has(name) || page.parents[box] <= 0) return [name];
+  return [nameOf(page.parents[box]), name];
 }
 
 /** The names from the picture's root to a box. @param {number} box */
@@ -74,6 +91,37 @@ function arrange(width, height) {
     else if (depth === 1) areas.frames.push(area);
   });
   areas.leaves.sort((a, b) => nbytes[b.box] - nbytes[a.box]);
+  const seen = new Set();
+  repeated = new Set();
+  for (const name of areas.leaves.map(({ box }) => nameOf(box))) (seen.has(name) ? repeated : seen).add(name);
+}
+
+/** The swatch of a colour beside its paler shade. @param {CanvasRenderingContext2D} g */
+function shades(g) {
+  g.fillStyle = fillOf(0);
+  g.fillRect(0, 0, 6.5, 13);
+  g.globalAlpha = 0.82;
+  g.fillRect(6.5, 0, 6.5, 13);
+  g.globalAlpha = 1;
+}
+
+/** Shows which part of the map has which colour. */
+function describe() {
+  if (!page) return;
+  const { parents } = page;
+  const parts = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
+  const entries = parts.map((box, part) => ({
+    text: nameOf(box),
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => {
+      g.fillStyle = fillOf(part);
+      g.fillRect(0, 0, 13, 13);
+    },
+  }));
+  const shown = entries.slice(0, NAMED);
+  if (entries.length > NAMED)
+    shown.push({ text: `and ${numberText(entries.length - NAMED)} more, in these colours again`, draw: () => {} });
+  if (parts.length !== areas.leaves.length) shown.push({ text: "two shades: neighbours", draw: shades });
+  legend(find("#treemap-legend"), shown);
 }
 
 /**
@@ -122,12 +170,16 @@ function paint(g) {
     const h = area.y1 - area.y0;
     if (w < 50 || h < 16) continue;
     g.fillStyle = ink(fillOf(area.part));
-    write(g, nameOf(area.box), area.x0 + 5, area.y0 + (h < 34 ? h / 2 : 12), w - 10);
-    if (h >= 34) {
-      g.globalAlpha = 0.75;
-      write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 27, w - 10);
-      g.globalAlpha = 1;
+    const lines = linesOf(area.box);
+    if (h < 34) {
+      write(g, lines.join("/"), area.x0 + 5, area.y0 + h / 2, w - 10);
+      continue;
     }
+    lines.forEach((line, at) => {
+      write(g, line, area.x0 + 5, area.y0 + 12 + 15 * at, w - 10);
+    });
+    if (h >= 19 + 15 * lines.length)
+      write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 12 + 15 * lines.length, w - 10);
   }
   g.fillStyle = colour("--text");
   for (const area of areas.frames)
@@ -143,8 +195,8 @@ function paint(g) {
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
   const state = `${width} ${height} ${theme} ${page?.by} ${page?.node}`;
-  if (state !== drawn) {
-    drawn = state;
+  if (state !== painted) {
+    painted = state;
     arrange(width, height);
     picture.width = canvas.width;
     picture.height = canvas.height;
@@ -165,7 +217,7 @@ function draw(g, width, height) {
   }
 }
 
-const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), draw });
+const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 340), draw });
 
 function summary() {
   if (!page) return "";
@@ -189,7 +241,8 @@ selectable(canvas, {
     }
     const nbytes = page.nbytes[area.box];
     const percent = ((100 * nbytes) / page.total).toPrecision(3);
-    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %`, point);
+    const count = page.more[area.box] && page.names[area.box] ? `${countText(page.more[area.box], "node")}, ` : "";
+    note(`${pathOf(area.box)} · ${count}${bytesText(nbytes)}, ${percent} %`, point);
   },
 });
 
@@ -265,17 +318,22 @@ function showTable(page) {
 /** @param {string} by @param {string} node */
 async function show(by, node) {
   press(by);
-  try {
-    page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, { by, node }));
-  } catch (error) {
-    readout.textContent = `The map cannot be drawn: ${reason(error)}`;
-    return;
-  }
+  const query = { by, node, count: by === "tree" && !isReport ? BOXES : null };
+  await drawn(readout, "Map", async () => {
+    page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, query));
+    showPage(by, node);
+  });
+}
+
+/** @param {string} by @param {string} node */
+function showPage(by, node) {
+  if (!page) return;
   remember({ map: by === "tree" ? null : by, mapnode: node });
   chosen = -1;
-  drawn = "";
+  painted = "";
   crumbs();
   redraw();
+  describe();
   showTable(page);
   readout.textContent = summary();
 }
@@ -285,5 +343,5 @@ const wanted = recalled("map");
 const known = [...document.querySelectorAll("button[data-by]")].map((button) => button.getAttribute("data-by"));
 show(
   wanted && known.includes(wanted) ? wanted : "tree",
-  /^[0-9.]{1,1000}$/.test(recalled("mapnode") ?? "") ? (recalled("mapnode") ?? "") : "",
+  /^[0-9.:-]{1,1000}$/.test(recalled("mapnode") ?? "") ? (recalled("mapnode") ?? "") : "",
 );

@@ -1,7 +1,7 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
 import { api, base, buttonGroup, bytesText, countText, figure, find, numberText } from "./dom.js";
-import { reason, recalled, remember, secondsText } from "./dom.js";
+import { drawn as drawnOrFailed, reason, recalled, remember, secondsText } from "./dom.js";
 import { binText, rankHeat } from "./rank_heat.js";
 import { nameLines, stepChart } from "./plots.js";
 
@@ -302,4 +302,4 @@ async function start() {
     }, AGAIN);
 }
 
-start().catch(fail);
+drawnOrFailed(readout, "Charts", start);

@@ -1,7 +1,7 @@
 // @ts-check
 /** The waterfall of a save with its legend: zoomed by dragging and by keys, and walked through with the arrow keys. */
 import { api, buttonGroup, bytesText, countText, figure, find, make, numberText } from "./dom.js";
-import { reason, recalled, remember, secondsText } from "./dom.js";
+import { drawn, recalled, remember, secondsText } from "./dom.js";
 import { follow, legend, noter } from "./canvas.js";
 import { FRAME, LEFT, WAITS, drawPhase, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
 import { LANE, bandsOf, edgesOf, orderOf, spanAt } from "./waterfall_layout.js";
@@ -272,12 +272,7 @@ const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
 const address = `checkpoints/${holder.dataset.checkpoint}/timing`;
 const slowest = holder.dataset.slow === "" ? null : Number(holder.dataset.slow);
 
-async function load() {
-  try {
-    const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
-    showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
-  } catch (error) {
-    note(`The waterfall cannot be drawn: ${reason(error)}`);
-  }
-}
-load();
+drawn(find("#waterfall-text"), "Waterfall", async () => {
+  const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
+  showLegend(data.phases, showWaterfall(canvas, data, slowest, note));
+});
