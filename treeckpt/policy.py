@@ -2,8 +2,8 @@
 
 A policy is plain data; `kept` returns every step that at least one policy keeps, with the reasons. The newest
 checkpoint always stays: policies only add to it. A decision that is repeated after the other checkpoints were deleted
-is the same. A checkpoint that is known to be damaged counts for no policy, so that it takes the place of no good one,
-and stays, as corrupt ones do: a person may still want what is intact in it.
+is the same. A checkpoint that is damaged counts for no policy, so that it takes the place of no good one, and stays:
+a person may still want what is intact in it.
 
 The newest is the one that was saved last. Checkpoints on abandoned branches count as older than all on the lineage of
 the newest, whenever they were saved.

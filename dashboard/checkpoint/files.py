@@ -36,7 +36,7 @@ MAX_SHOWN = 256 << 10
 """Bytes of a file that are shown."""
 
 
-FileState = Literal["verified", "not verified", "damaged", "missing", "cut short", "unread"]
+FileState = Literal["intact", "not verified", "damaged", "missing", "cut short", "unread"]
 """missing and cut short by the listing of the directory; unread: the last verification could not read all of it."""
 
 
@@ -156,7 +156,7 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
             state, problem = "unread", text
         elif found is not None and all_known and (found.complete or found.unread):
             # every shard was compared: those that no problem names are intact
-            state = "verified"
+            state = "intact"
         share = file.nbytes / largest if largest else 0.0
         rows.append(filled(FileRow, file, number=number, share=share, state=state, problem=problem))
     return rows

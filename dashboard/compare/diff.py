@@ -211,7 +211,7 @@ def previous_of(library: Library, checkpoint: OpenCheckpoint) -> str | None:
     """Returns the complete checkpoint of a run with the next smaller step; without a step, the newest other one."""
     info = checkpoint.info
     listed = library.checkpoints(checkpoint.run)
-    others = [(i, c) for i, c in listed if c.status == "complete" and i != checkpoint.id]
+    others = [(i, c) for i, c in listed if c.files == "complete" and i != checkpoint.id]
     if info.step is None:
         return others[0][0] if others else None
     older = [(c.step, i) for i, c in others if c.step is not None and c.step < info.step]

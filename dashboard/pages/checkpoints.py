@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,13 +21,13 @@ from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
-from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo, Status
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
 from treeckpt.errors import CheckpointError, visible
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
-from ..store.library import Library, NotFound, OpenCheckpoint, Run, UnreadInfo
+from ..store.library import Library, NotFound, OpenCheckpoint, Run
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -41,11 +41,6 @@ MAX_METRICS = 32
 """Metrics of one checkpoint that are shown."""
 MAX_NAME = 2000
 """Characters of a name or a path that are shown."""
-
-
-Status = Literal[
-    "committed", "verified", "damaged", "unread", "partial", "in_progress", "stalled", "foreign", "reading"
-]
 
 
 class VerificationRow(VerificationResult, frozen=True, kw_only=True):
@@ -64,10 +59,12 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     run_name: str
     name: str
     status: Status
-    """committed: its index is published, and its shards have the right sizes; verified: its bytes were compared since
-    they were written; damaged: something is missing, cut short or differs; unread: it could not be read, so that
-    nothing is known; partial: no index, and no save that may still publish one; in_progress and stalled: a save that
-    may; foreign: no checkpoint; reading: its index is being read."""
+    """complete: its index is published, and its files are there with the right sizes; damaged: something is missing,
+    cut short or differs; partial: no index, and no save that may still publish one; in_progress and stalled: a save
+    that may; unread: it could not be read, so that nothing is known; foreign: no checkpoint; reading: its index is
+    being read."""
+    intact: bool
+    """Whether it is complete, and its bytes were compared with their checksums since they were written."""
     step: int | None
     save_id: str | None
     world: int | None
@@ -148,32 +145,21 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
 
 
-def status_of(info: CheckpointInfo) -> Status:
-    """Returns what a directory is; see `CheckpointRow.status`."""
-    if isinstance(info, UnreadInfo):
-        return "reading"
-    if info.status == "complete":
-        verified = info.verification is not None and info.verification.ok
-        return "damaged" if info.damaged else "verified" if verified else "committed"
-    if info.status == "partial" and (saves := info.under_way):
-        return "in_progress" if any(save.state == "in_progress" for save in saves) else "stalled"
-    return "damaged" if info.status == "corrupt" else info.status
-
-
 def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> CheckpointRow:
     """Returns the row of one directory of a run."""
     save = _shown_save(info)
     open_save = save if save is not None and save.state != "killed" else None
     waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
-    error = info.problem if waits_for is None or info.status != "partial" else waits_for
+    error = info.problem if waits_for is None or info.files != "partial" else waits_for
     verification = info.verification
-    rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.status != "partial" else None
+    rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.files != "partial" else None
     return CheckpointRow(
         id=checkpoint_id,
         run=run.id,
         run_name=run.name,
         name=visible(info.name),
-        status=status_of(info),
+        status=info.status,
+        intact=info.intact,
         step=info.step,
         save_id=info.save_id,
         world=info.world,

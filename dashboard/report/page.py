@@ -199,15 +199,15 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
     complete = [info for info in infos if info.status == "complete"]
     about = facts(
         [
-            ("complete checkpoints", intact := sum(not info.damaged for info in complete)),
-            ("others", len(infos) - intact),
+            ("complete checkpoints", len(complete)),
+            ("others", len(infos) - len(complete)),
             ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
     parts, drawings = [el("h1", name), about, _section("Checkpoints", rows, more), *_trends(complete)], Drawings()
     if complete:
-        newest, last = complete[0], read.found  # which may be one that is corrupt, or of an abandoned branch
+        newest, last = complete[0], read.found  # which may be one that is damaged, or of an abandoned branch
         index = last.index if last is not None and last.index.save_id == newest.save_id else None
         parts += [el("h1", newest.name), *_checkpoint(newest.path, newest, index, drawings)]
     return _document(name, parts, drawings)
@@ -257,7 +257,7 @@ def _trends(complete: list[CheckpointInfo]) -> list[Html]:
 def _checkpoint(
     path: str | os.PathLike[str], info: CheckpointInfo, index: Index | None, drawings: Drawings
 ) -> list[Html]:
-    state = el("p", info.state_and_problem, class_="dim")
+    state = el("p", info.status_and_problem, class_="dim")
     timing = _timing(path, info.save_id if info.leaves is not None else None, drawings)
     try:
         index = index or _api.inspect(path)

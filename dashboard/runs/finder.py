@@ -12,7 +12,7 @@ import msgspec
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import TreeckptError, visible
 
-from ..pages.checkpoints import shorten, status_of
+from ..pages.checkpoints import shorten
 from ..store.index_reader import StillReading
 from ..store.library import Library, Listed, Run
 from .summary import summarize_run
@@ -112,7 +112,7 @@ def _found_steps(runs: Sequence[Run], listed: Mapping[str, Listed], words: Seque
                 for word in rest
             ):
                 continue
-            detail = f"{status_of(info).replace('_', ' ')} · {run.name}"
+            detail = f"{info.status_text} · {run.name}"
             item = FoundItem("step", _title(info), detail, f"checkpoints/{checkpoint_id}")
             if not numbers or step in numbers.values():
                 yield item

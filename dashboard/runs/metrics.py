@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import get_args
 
-from ..pages.checkpoints import Status, status_of
+from treeckpt._runs.catalog import Status
+
 from ..store.library import Library, Run
 from .summary import save_pace, sum_nbytes, summarize_run
 from .usage import disk_of
@@ -16,7 +17,8 @@ _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 """How characters of labels are written."""
 _HELP = {
     "runs": "Runs that the dashboard was given.",
-    "checkpoints": "Directories of a run by what they are.",
+    "checkpoints": "Directories of a run by status.",
+    "checkpoints_intact": "Complete checkpoints whose bytes were compared since they were written, and match.",
     "checkpoint_bytes": "Bytes of all files of a run's checkpoints.",
     "newest_step": "Step of the newest complete checkpoint.",
     "newest_timestamp_seconds": "Unix time at which the newest complete checkpoint was begun.",
@@ -54,9 +56,10 @@ def metrics_text(library: Library) -> str:
 def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, str], float]]:
     listed = library.checkpoints(run, wait=1.0)
     infos = [info for _, info in listed]
-    statuses = [status_of(info) for info in infos]
+    statuses = [info.status for info in infos]
     for status in _STATUSES:
         yield "checkpoints", {"status": status}, statuses.count(status)
+    yield "checkpoints_intact", {}, sum(info.intact for info in infos)
     yield "checkpoint_bytes", {}, sum_nbytes(infos)
     newest = next((info for info in infos if info.status == "complete"), None)
     summary = summarize_run(run, listed, library.policies)

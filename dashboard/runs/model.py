@@ -12,11 +12,11 @@ from typing import Any, Literal
 import msgspec
 
 from treeckpt._core.text import json_number
-from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo, Status
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, Status, checkpoint_row, filled, next_start, shorten, status_of
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start, shorten
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .summary import (
@@ -41,7 +41,7 @@ _KEYS: dict[str, Callable[[CheckpointInfo], Any]] = {
     "bytes": attrgetter("nbytes"),
     "time": attrgetter("seconds"),
     "step": attrgetter("step"),
-    "status": status_of,
+    "status": attrgetter("status"),
 }
 
 
@@ -53,13 +53,15 @@ class RunPart(msgspec.Struct, frozen=True):
     path: str
     total: int
     complete: int
+    intact: int
+    """How many of the complete ones are intact: their bytes were compared since they were written."""
     others: int
     """Checkpoints of other formats, whose trees can be browsed."""
     nbytes: int
     """Bytes of all files of its checkpoints."""
     newest_step: int | None
     state: Status | None
-    """The status of a save in progress, of a stalled one, else of the newest directory; None if there is none."""
+    """What the run shows: see `status_of_run`."""
     good: CheckpointRow | None
     """The newest good checkpoint, as in `ResumePanel`."""
     pace: SavePace
@@ -122,7 +124,8 @@ class ListQuery(msgspec.Struct, frozen=True):
     """The order of the list, as SORTS has it."""
     status: StatusFilter = ""
     q: str = ""
-    """Words that the name, the step, the error or a metric's name must contain, and conditions as `loss<2.5`."""
+    """Words that the name, the step, the error or a metric's name must contain, or `intact`; and conditions as
+    `loss<2.5`."""
     best: str = ""
     """The metric and direction by which a checkpoint is the best, as `loss:min`; empty takes those of a policy."""
     keep: str | None = None
@@ -183,7 +186,6 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
     listed, watch = library.checkpoints(run), library.watches[run.id]
     policies = policies_of(library, query.keep)
     summary = summarize_run(run, listed, policies, choice_of(query.best))
-    state: Status | None = "in_progress" if summary.saving else "stalled" if summary.stalled else None
     good = summary.resume.newest
     select = partial(_select, status=query.status, q=query.q, sort=query.sort)
     matching = _last_selection(run.id, query.status, query.q, query.sort).of(listed, select)
@@ -198,7 +200,6 @@ def _run_part(library: Library, run: Run, query: ListQuery, count: int) -> tuple
         path=visible(run.store.url),
         total=len(listed),
         newest_step=summary.newest,
-        state=state or (status_of(listed[0][1]) if listed else None),
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         metric=shorten(summary.metric) if summary.metric is not None else None,
@@ -246,7 +247,7 @@ def _select(listed: Listed, status: StatusFilter, q: str, sort: str) -> Listed:
     matching = [
         (checkpoint_id, info)
         for checkpoint_id, info in listed
-        if status in ("", status_of(info))
+        if status in ("", info.status)
         and all(holds(info) for holds in conditions)
         and (not words or all(word in _searched_text(info) for word in words))
     ]
@@ -260,7 +261,8 @@ def _parse_search(q: str) -> tuple[list[str], list[Callable[[CheckpointInfo], bo
 
 
 def _searched_text(info: CheckpointInfo) -> str:
-    return f"{info.name} {info.step} {info.save_id} {info.error or ''} {' '.join(info.metrics)}".casefold()
+    marks = "intact" * info.intact
+    return f"{info.name} {info.step} {info.save_id} {marks} {info.error or ''} {' '.join(info.metrics)}".casefold()
 
 
 def _sort_key(info: CheckpointInfo, sort: str) -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ from typing import Literal
 import msgspec
 
 from treeckpt._core.text import json_number
-from treeckpt._runs.catalog import CheckpointInfo, id_of, mark_of, step_info
+from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
+from treeckpt._runs.run_state import status_of_run
 from treeckpt.errors import visible
 from treeckpt.policy import Best, Policy, kept, parse_keep
 
@@ -26,7 +27,6 @@ from ..pages.checkpoints import (
     lineage_branches,
     per_rank_keyword,
     shorten,
-    status_of,
 )
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import LastResult, Library, Listed, Run
@@ -161,8 +161,8 @@ class ResumePanel(msgspec.Struct, frozen=True):
     """The newest good checkpoint: complete, intact and healthy as far as known, and on no abandoned branch."""
     best: ResumePoint | None
     """The good one with the best metric, by the run's policy or by the choice of the user; None without either."""
-    verified: ResumePoint | None
-    """The newest good one whose bytes were verified."""
+    intact: ResumePoint | None
+    """The newest good one whose bytes were compared since they were written."""
     passed_over: list[PassedOver]
     """The checkpoints that are newer than the newest good one, and why they are none; the newest first."""
     passed_over_more: int
@@ -205,7 +205,7 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     best: tuple[str, CheckpointInfo] | None
     rating: Best | None
     """The policy by which the best is chosen."""
-    verified: tuple[str, CheckpointInfo] | None
+    intact: tuple[str, CheckpointInfo] | None
     passed_over: tuple[PassedOver, ...]
     interval: float | None
     branches: tuple[LineageBranch, ...]
@@ -239,7 +239,7 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None
         newest=good[0] if good else None,
         best=best,
         rating=rating if best is not None else None,
-        verified=next((pair for pair in good if status_of(pair[1]) == "verified"), None),
+        intact=next((pair for pair in good if pair[1].intact), None),
         passed_over=tuple(passed_over),
         interval=_usual_interval(infos),
         branches=tuple(_lineage(infos)),
@@ -251,8 +251,7 @@ _NO_CHECKPOINT = "no checkpoint"
 
 def _why_not_good(info: CheckpointInfo) -> str:
     """Returns why a run is not resumed from a directory; empty for a good checkpoint."""
-    status = status_of(info)
-    if status not in ("committed", "verified"):
+    if (status := info.status) != "complete":
         known = status in ("damaged", "partial", "unread")
         return f"{status}: {info.problem}" if known and info.problem else status if known else _NO_CHECKPOINT
     return "it is on an abandoned branch" if info.abandoned else info.unhealthy
@@ -264,7 +263,7 @@ def _usual_interval(infos: Sequence[CheckpointInfo]) -> float | None:
     An interval is between a checkpoint and the one that it follows: where others between them were deleted since,
     there is none. Checkpoints without a record of that follow the one that was begun before them.
     """
-    saves = [info for info in infos if info.status == "complete" and not info.abandoned and info.created_ns]
+    saves = [info for info in infos if info.files == "complete" and not info.abandoned and info.created_ns]
     intervals: list[float] = []
     for newer, older in pairwise(saves):
         seconds = ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
@@ -328,7 +327,7 @@ def resume_panel(library: Library, run: Run, facts: ResumeFacts, chosen: str) ->
     return ResumePanel(
         newest=point(facts.newest),
         best=best,
-        verified=point(facts.verified),
+        intact=point(facts.intact),
         passed_over=list(facts.passed_over[:MAX_PASSED_OVER]),
         passed_over_more=max(0, len(facts.passed_over) - MAX_PASSED_OVER),
         chosen=chosen,
@@ -389,8 +388,8 @@ def sum_nbytes(infos: Sequence[CheckpointInfo]) -> int:
 
 
 def reasons_of(infos: Sequence[CheckpointInfo], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
-    """Returns why complete checkpoints are kept, by name, without those that nothing keeps."""
-    by_step = {step: info for info in infos if info.status == "complete" and (step := id_of(info)) is not None}
+    """Returns why checkpoints are kept, by name, without those that nothing keeps."""
+    by_step = {step: info for info in infos if info.files == "complete" and (step := id_of(info)) is not None}
     found = kept((step_info(info) for info in by_step.values()), policies)
     return {by_step[step].name: reasons for step, reasons in found.items()}
 
@@ -399,10 +398,12 @@ class RunSummary(msgspec.Struct, frozen=True):
     """What one pass over the checkpoints of a run computes."""
 
     complete: int
+    intact: int
     others: int
     nbytes: int
     """Bytes of all files."""
     newest: int | None
+    state: Status | None
     saving: int
     stalled: int
     statuses: dict[str, int]
@@ -434,20 +435,22 @@ def summarize_run(run: Run, listed: Listed, policies: tuple[Policy, ...], chosen
 
 def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None) -> RunSummary:
     infos = [info for _, info in listed]
-    statuses = Counter[str](map(status_of, infos))
+    statuses = Counter[str](info.status for info in infos)
     saves = Counter(save.state for info in infos for save in info.saving)
     reasons = reasons_of(infos, policies)
-    decided = (info for info in infos if policies and info.status == "complete" and id_of(info) is not None)
+    decided = (info for info in infos if policies and info.files == "complete" and id_of(info) is not None)
     metrics = metric_names(infos, policies)
     gone = {info.name: info.disk_nbytes or 0 for info in decided if info.name not in reasons}
-    complete = [info for info in infos if info.status == "complete" and not info.abandoned]
+    complete = [info for info in infos if info.files == "complete" and not info.abandoned]
     metric = first_metric(metrics)
     values = (info.metrics[metric] for info in complete if metric is not None and metric in info.metrics)
     return RunSummary(
-        complete=sum(info.status == "complete" for info in infos),
+        complete=statuses["complete"],
+        intact=sum(info.intact for info in infos),
         others=sum(isinstance(info, ForeignInfo) for info in infos),
         nbytes=sum_nbytes(infos),
         newest=next((info.step for info in infos if info.status == "complete"), None),
+        state=status_of_run(infos),
         saving=saves["in_progress"],
         stalled=saves["stalled"],
         statuses=dict(sorted(statuses.items())),

@@ -13,7 +13,7 @@ from treeckpt._runs.run import RunDirectory
 from treeckpt.errors import TreeckptError, visible
 from treeckpt.policy import All, Policy, keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, next_start, status_of
+from ..pages.checkpoints import PAGE_ROWS, next_start
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import Library, Run
 from .summary import policies_of, reasons_of, sum_nbytes
@@ -114,12 +114,12 @@ def _usage_row(
     nbytes, statuses = sum_nbytes(infos), dict[str, int]()
     for info in infos:
         if _is_checkpoint(info):
-            statuses[status_of(info)] = statuses.get(status_of(info), 0) + (info.disk_nbytes or 0)
+            statuses[info.status] = statuses.get(info.status, 0) + (info.disk_nbytes or 0)
     report, problem = _dry_run(library, run, policies or (All(),))
     freed = report.nbytes if report else 0
     removed = report.removed if report else ()
     growth = growth_of(
-        [(i.created_ns, i.disk_nbytes) for i in infos if i.status == "complete" and i.created_ns and i.disk_nbytes]
+        [(i.created_ns, i.disk_nbytes) for i in infos if i.files == "complete" and i.created_ns and i.disk_nbytes]
     )
     free, disk, number = disk_of(run)
     return UsageRow(

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from treeckpt._io.storage.store import DirectoryEntry
-from treeckpt._runs.catalog import LruStatCache, Summary
+from treeckpt._runs.catalog import Summary
+from treeckpt._runs.stat_cache import LruStatCache
 from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
 

@@ -26,7 +26,8 @@ from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
-from treeckpt._runs.catalog import CheckpointInfo, LruStatCache, StatCache, with_verification
+from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
+from treeckpt._runs.stat_cache import LruStatCache, StatCache
 from treeckpt.errors import CheckpointNotFound, StoreError, visible
 from treeckpt.policy import Policy
 
@@ -69,7 +70,12 @@ class NotFound(Exception):
 
 
 class UnreadInfo(CheckpointInfo, frozen=True):
-    """A directory whose large index is being read for the first time: its status is not known yet."""
+    """A directory whose large index is being read for the first time."""
+
+    @property
+    def status(self) -> Status:
+        """Nothing else is known yet."""
+        return "reading"
 
 
 class Run(msgspec.Struct, frozen=True, eq=False):
@@ -239,7 +245,7 @@ class Library:
             return
         self._verified = version
         for run in self.runs:
-            infos = [info for info in self.watches[run.id].infos if info.status == "complete"]
+            infos = [info for info in self.watches[run.id].infos if info.files == "complete"]
             changed = [
                 info.name
                 for info in infos

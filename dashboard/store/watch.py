@@ -222,7 +222,7 @@ class RunWatcher:
             for name in names
             if name in rechecked
             or (state := known[name]).modified_ns != changes[name]
-            or state.info.status != "complete"
+            or state.info.files != "complete"
             or state.info.saving
         ]
         self._update_all(map(folder_of, changed))

@@ -238,7 +238,7 @@ class TrendTables:
 
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
-    complete = [(i, c) for i, c in listed if c.status == "complete" and c.step is not None]
+    complete = [(i, c) for i, c in listed if c.files == "complete" and c.step is not None]
     complete.sort(key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
     ids, infos = [checkpoint_id for checkpoint_id, _ in complete], [info for _, info in complete]
     reduced = [library.reduced_timings(run, info) for info in infos]

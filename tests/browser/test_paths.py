@@ -246,7 +246,7 @@ def test_one_click_tells_whether_a_checkpoint_is_intact_and_every_page_shows_it(
     page.get_by_role("button", name="Verify").click()
     expect(page.get_by_text("Every checksum of all 4 shards matches")).to_be_visible()
     page.get_by_role("link", name="Files").click()
-    expect(page.locator(".shard").get_by_text("verified", exact=True)).to_have_count(4)
+    expect(page.locator(".shard").get_by_text("intact", exact=True)).to_have_count(4)
     expect(page.locator("#balance-text")).to_contain_text("4 ranks")
     page.locator("#balance-chart").focus()
     page.keyboard.press("End")

@@ -50,7 +50,7 @@ def cli(capsys):
 def test_ls_lists_every_state(cli, run):
     lines = cli("ls", run).splitlines()
     assert lines[0].split()[:9] == ["name", "status", "step", "size", "leaves", "ranks", "saved", "age", "took"]
-    assert lines[1].split()[:3] == ["step_00000600", "corrupt", "600"]
+    assert lines[1].split()[:3] == ["step_00000600", "damaged", "600"]
     assert any(line.startswith("step_00000400: no index: the save failed") for line in lines)
 
 
@@ -85,7 +85,10 @@ def test_ls_calls_a_checkpoint_damaged_once_a_verification_has_found_that(cli, t
     assert lines[1].split()[:2] == ["step_00000001", "damaged"] and "1 problem, just now" in lines[1]
     assert lines[2].startswith(f"step_00000001: {shard.name}: bytes ")
     [found] = json.loads(cli("ls", "--json", tmp_path / "step_00000001"))
-    assert found["status"] == "complete" and found["verification"]["total"] == 1
+    assert found["status"] == "damaged" and not found["intact"] and found["verification"]["total"] == 1
+    assert cli("show", tmp_path / "step_00000001").startswith("status")
+    shown = json.loads(cli("show", "--json", tmp_path / "step_00000001"))
+    assert (shown["status"], shown["intact"]) == ("damaged", False)
 
 
 def test_an_error_names_the_option_of_the_command_in_the_place_of_the_argument(cli, tmp_path):

@@ -46,7 +46,7 @@ def test_every_state_goes_with_yes(tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert main(["rm", str(run), "3", "step_00000004", "5", "--yes"]) == 0
     told = capsys.readouterr().out
-    assert steps(run) == [1, 2, 6] and "corrupt" in told and "partial" in told and "3 steps removed" in told
+    assert steps(run) == [1, 2, 6] and "damaged" in told and "partial" in told and "3 steps removed" in told
     assert main(["rm", str(run), "1", "--yes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"][0]["name"] == step_name(1)
     assert steps(run) == [2, 6]
@@ -95,7 +95,7 @@ def test_a_terminal_is_asked_with_a_list_of_what_goes(
         assert main(["rm", str(run), "3"]) == (0 if 3 not in left else 2)
     os.close(ours)
     out, err = capsys.readouterr()
-    assert "step_00000003" in out and "corrupt" in out and "Delete 1 step?" in err
+    assert "step_00000003" in out and "damaged" in out and "Delete 1 step?" in err
     assert steps(run) == left
 
 

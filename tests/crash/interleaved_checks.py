@@ -171,9 +171,9 @@ def _told(record: Record, who: int, action: Action, told: Mapping[str, Any]) -> 
     before = [save_id for at, save_id, _ in record.commits(action.step) if at <= begin][-1] if action.step else ""
     intact = record.case.start not in _DAMAGED and before is not None
     if told.get("error") == "CorruptError" and intact:
-        found.append(f"called corrupt: {action.words}: {told['text'][:300]}")
+        found.append(f"called damaged: {action.words}: {told['text'][:300]}")
     if told.get("ok") is False and intact:
-        found.append(f"called corrupt: {action.words} found an intact step damaged")
+        found.append(f"called damaged: {action.words} found an intact step damaged")
     found += [f"failed: {action.words}: {why[:300]}" for why in told.get("failed", ())]
     if "pinned" in told and record.check["before"].get(str(action.step), {}).get("save_id") is None and intact:
         found.append(f"pinned, and deleted: {action.words}")
@@ -225,10 +225,10 @@ def _rest(record: Record) -> list[str]:
     check = record.check
     for step, state in check["after"].items():
         why = check["left"].get(step, "")
-        corrupt = why.startswith("corrupt") or "its repair was cut short" in why  # of it nothing is deleted
-        if state["save_id"] is None and not corrupt and not _pinned(state):
+        damaged = why.startswith("damaged") or "its repair was cut short" in why  # of it nothing is deleted
+        if state["save_id"] is None and not damaged and not _pinned(state):
             found.append(f"left over: step {step} has no checkpoint, and {state['others'] or 'an empty directory'}")
-        elif state["others"] and not corrupt and not _pinned(state):
+        elif state["others"] and not damaged and not _pinned(state):
             found.append(f"left over: step {step} has {state['others']}")
     for step, state in check["before"].items():
         if state["save_id"] is not None and check["after"].get(step, {}).get("save_id") != state["save_id"]:

@@ -35,7 +35,7 @@ def test_a_killed_deletion_leaves_no_half_checkpoint_and_is_finished_by_the_next
 def check(run: Path) -> int:
     """How many checkpoints the killed clean-up left; then cleans up again."""
     infos = {info.name: info.status for info in scan(run)}
-    assert "corrupt" not in infos.values(), infos
+    assert "damaged" not in infos.values(), infos
     whole = [step_of(name) or 0 for name, status in infos.items() if status == "complete"]
     assert {3, 4} <= set(whole) <= {1, 2, 3, 4}
     for step in whole:

@@ -44,7 +44,7 @@ def look(state: State, root: Path) -> dict[int, int | None]:
     """The seeds of the steps of a state; whatever is there must be whole, or count as no checkpoint."""
     shutil.rmtree(root, ignore_errors=True)
     lay_out(state, root)
-    assert "corrupt" not in {info.status for info in scan(root / RUN)}, sorted(state.tree)
+    assert "damaged" not in {info.status for info in scan(root / RUN)}, sorted(state.tree)
     return {step: seed_of(root / RUN / step_name(step)) for step in (1, 2, 3)}
 
 

@@ -113,7 +113,7 @@ def soaked(run: Path, saves: int, lives: int, seed: int) -> list[float]:
 
 def assert_holds_kept(run: Path) -> None:
     infos = RunDirectory(run).checkpoints()
-    assert "corrupt" not in {info.status for info in infos}
+    assert "damaged" not in {info.status for info in infos}
     for info in infos:
         if info.status == "complete":
             assert tc.verify(info.path).ok

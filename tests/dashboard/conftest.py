@@ -30,7 +30,7 @@ def pages_of_foreign_trees_wait():
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Good, partial, corrupt and foreign directories, and a larger checkpoint on a 2x2 mesh as the newest."""
+    """Good, partial, damaged and foreign directories, and a larger checkpoint on a 2x2 mesh as the newest."""
     run = write_mixed_run(tmp_path_factory.mktemp("runs") / "gpt")
     write_checkpoint(run / "step_00000700", step=700, metadata={"note": "warm-up done", "seed": 7}, files=FILES)
     return run

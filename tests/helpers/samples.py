@@ -233,7 +233,7 @@ def write_run(run: Path, *, steps: tuple[int, ...] = (100, 200, 300), **options:
 
 
 def write_mixed_run(run: Path) -> Path:
-    """Good checkpoints beside a partial, a failed, two corrupt and two foreign ones."""
+    """Good checkpoints beside a partial, a failed, two damaged and two foreign ones."""
     small: dict[str, Any] = {"layers": 1, "width": 32, "vocabulary": 64}
     for step in (100, 200):
         write_checkpoint(run / f"step_{step:08d}", gpt_state(**small, seed=step), step=step, files=FILES)

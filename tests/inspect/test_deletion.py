@@ -102,9 +102,9 @@ def test_the_pinned_stay():
 
 
 def test_the_corrupt_stay_and_are_named():
-    bad = msgspec.structs.replace(complete(3, *files_of(B, OLD)), status="corrupt", problem="a shard is missing")
+    bad = msgspec.structs.replace(complete(3, *files_of(B, OLD)), status="damaged", problem="a shard is missing")
     cleaning = clean(bad, complete(2))
-    assert cleaning.left == (RetainedDirectory(step_name(3), "corrupt: a shard is missing"),)
+    assert cleaning.left == (RetainedDirectory(step_name(3), "damaged: a shard is missing"),)
     assert list(cleaning.kept) == [2] and not cleaning.removed
 
 
@@ -202,7 +202,7 @@ def folders(draw):
     found = []
     for step in sorted(draw(st.sets(st.integers(0, 9), max_size=5))):
         files = {name: fact(name, draw(AGES)) for name in draw(st.sets(NAMES, max_size=6))}
-        status = draw(st.sampled_from(["complete", "partial", "corrupt"]))
+        status = draw(st.sampled_from(["complete", "partial", "damaged"]))
         if status != "partial":
             files["index.json"] = fact("index.json", draw(AGES))
         save_id = A if status == "complete" else None
@@ -245,7 +245,7 @@ def test_nothing_is_taken_that_somebody_may_need(found, count):
     for removal in cleaning.removed:
         folder = by_name[removal.name]
         files = {file.name: file for file in folder.files}
-        assert folder.status != "corrupt"
+        assert folder.status != "damaged"
         assert "notes.txt" not in removal.files and PIN_NAME not in removal.files
         if removal.what == "leftovers":
             assert "index.json" not in removal.files
@@ -399,7 +399,7 @@ POLICIES = st.one_of(
     st.just(All()),
     st.builds(Best, st.sampled_from(["loss", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
 )
-VERDICTS = st.sampled_from(["damaged", "verified", "nothing", "unread", "corrupt", "partial"])
+VERDICTS = st.sampled_from(["differs", "intact", "nothing", "unread", "damaged", "partial"])
 
 
 @st.composite
@@ -410,8 +410,8 @@ def judged(draw):
         verdict, pin, loss = draw(VERDICTS), draw(st.integers(0, 9)) == 0, draw(st.floats())
         folder = complete(step, *[fact(PIN_NAME, OLD)] * pin)
         changes = {
-            "status": "complete" if verdict in ("damaged", "verified", "nothing") else verdict,
-            "damaged": verdict == "damaged",
+            "status": "complete" if verdict in ("differs", "intact", "nothing") else verdict,
+            "damaged": verdict == "differs",
             "metrics": {"loss": loss} if draw(st.booleans()) else {},
             "sequence": draw(st.none() | st.integers(0, 99)),
             "abandoned": draw(st.booleans()),
@@ -427,9 +427,9 @@ def test_the_last_step_that_is_not_known_to_be_damaged_is_never_deleted(found, p
     plan = plan_cleanup([folder for _, folder in found.values()], policies, TIMES)
     gone = {removal.name for removal in plan.removed if removal.what == "checkpoint"}
     stays = {verdict for verdict, folder in found.values() if folder.name not in gone}
-    good = {"verified", "nothing"} & {verdict for verdict, _ in found.values()}
-    assert not good or stays & {"verified", "nothing"}
-    assert all(folder.name not in gone for verdict, folder in found.values() if verdict not in ("verified", "nothing"))
-    known = [folder for verdict, folder in found.values() if verdict in ("verified", "nothing")]
+    good = {"intact", "nothing"} & {verdict for verdict, _ in found.values()}
+    assert not good or stays & {"intact", "nothing"}
+    assert all(folder.name not in gone for verdict, folder in found.values() if verdict not in ("intact", "nothing"))
+    known = [folder for verdict, folder in found.values() if verdict in ("intact", "nothing")]
     ages = {(not one.abandoned, one.step if one.sequence is None else one.sequence, one.step): one for one in known}
     assert not ages or ages[max(ages)].name not in gone

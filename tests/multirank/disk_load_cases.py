@@ -229,7 +229,7 @@ def check_on_one_disk(here: Rank, path: Path) -> None:
     assert [problem.file for problem in tc.verify(path).problems] == [shard.name], "its own disk is compared"
     shard.unlink()
     [info] = scan(path.parent)
-    assert info.status == "corrupt" and shard.name in str(info.error), "a file that belongs here is missing"
+    assert info.status == "damaged" and shard.name in str(info.error), "a file that belongs here is missing"
     with pytest.raises(tc.CorruptError, match="no such file"):
         tc.load(path, select="own")
 

@@ -61,7 +61,7 @@ def test_a_report_of_a_run_shows_every_checkpoint_and_the_newest_one(run, tmp_pa
     assert main(["report", str(run), "--html", str(target)]) == 0
     assert "needs nothing else" in capsys.readouterr().out
     text = target.read_text(encoding="utf-8")
-    for part in ("step_00000300", "corrupt", "Sizes", "Where large arrays lie", "Time of the save", "Stragglers",
+    for part in ("step_00000300", "damaged", "Sizes", "Where large arrays lie", "Time of the save", "Stragglers",
                  "Tree", "Shards", "layers.0.attention.qkv.weight", "rank 2, 5.1× the median"):  # fmt: skip
         assert html.escape(part) in text, part
     elements = Elements(text)
@@ -98,7 +98,7 @@ def test_a_report_asks_for_nothing_and_runs_no_script_but_its_own(run):
 
 def test_bad_checkpoints_have_reports_that_say_what_they_are(run):
     assert "No space left on device" in report(run / "step_00000400")
-    assert "corrupt" in report(run / "step_00000500") and "corrupt" in report(run / "step_00000600")
+    assert "damaged" in report(run / "step_00000500") and "damaged" in report(run / "step_00000600")
     with pytest.raises(CheckpointNotFound):
         report(run / "logs")
 
@@ -113,7 +113,7 @@ def test_a_report_says_which_checkpoints_a_verification_has_found_damaged(tmp_pa
     assert main(["verify", str(tmp_path / "run")]) == 1
     for path in (tmp_path / "run", tmp_path / "run" / "step_00000002"):
         assert f"damaged: {shard.name}: bytes " in report(path)
-    assert "complete, verified" in report(tmp_path / "run") and "damaged" not in report(tmp_path / "run/step_00000001")
+    assert "complete, intact" in report(tmp_path / "run") and "damaged" not in report(tmp_path / "run/step_00000001")
 
 
 def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):

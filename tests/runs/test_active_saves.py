@@ -116,7 +116,7 @@ def test_a_real_save_is_seen_on_its_way_and_gone_afterwards(tmp_path):
         assert reached.wait(60)
         [info] = scan(tmp_path)
         [save] = info.saving
-        assert info.status == "partial" and save.step == 5 and 0 < save.fraction < 1
+        assert (info.status, info.files) == ("in_progress", "partial") and save.step == 5 and 0 < save.fraction < 1
         report = tc.Manager(tmp_path, keep=1).clean()
         assert not report.removed and "under way" in report.left[0].why
     finally:

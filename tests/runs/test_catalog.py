@@ -20,7 +20,7 @@ from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog, discovery
-from treeckpt._runs.catalog import LruStatCache
+from treeckpt._runs.stat_cache import LruStatCache
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 
@@ -31,8 +31,8 @@ def run(tmp_path_factory):
 
 def test_a_mixed_run_is_told_apart(run):
     assert {info.name: info.status for info in discovery.scan(run)} == {
-        "step_00000600": "corrupt",
-        "step_00000500": "corrupt",
+        "step_00000600": "damaged",
+        "step_00000500": "damaged",
         "step_00000400": "partial",
         "step_00000300": "partial",
         "step_00000200": "complete",
@@ -96,15 +96,15 @@ def test_a_checkpoint_whose_index_cannot_be_read_has_the_bytes_of_its_shards(tmp
     index = write_checkpoint(tmp_path / "c")
     (tmp_path / "c" / INDEX_NAME).write_bytes(b"{")
     info = catalog.read_info(tmp_path / "c")
-    assert (info.status, info.leaves) == ("corrupt", None)
+    assert (info.status, info.leaves) == ("damaged", None)
     assert info.nbytes == sum((tmp_path / "c" / file.name).stat().st_size for file in index.file_list) > 0
 
 
-def test_a_missing_shard_makes_it_corrupt(tmp_path):
+def test_a_missing_shard_makes_it_damaged(tmp_path):
     index = write_checkpoint(tmp_path / "step_00000001", step=1)
     (tmp_path / "step_00000001" / index.file_list[2].name).unlink()
     [info] = discovery.scan(tmp_path)
-    assert info.status == "corrupt"
+    assert info.status == "damaged"
     assert index.file_list[2].name in (info.error or "")
 
 
@@ -116,7 +116,7 @@ def test_without_timings_it_is_still_complete(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe", "empty", "unreadable"])
-def test_an_index_that_is_no_file_is_corrupt_or_unread_and_never_waited_for(tmp_path, kind):
+def test_an_index_that_is_no_file_is_damaged_or_unread_and_never_waited_for(tmp_path, kind):
     write_checkpoint(tmp_path / "step_00000001", step=1)
     index = tmp_path / "step_00000001" / INDEX_NAME
     kept = index.read_bytes()
@@ -134,7 +134,7 @@ def test_an_index_that_is_no_file_is_corrupt_or_unread_and_never_waited_for(tmp_
     else:
         index.write_bytes(b"\x00\xff" * 100)
     [info] = [info for info in discovery.scan(tmp_path) if info.step == 1]
-    assert info.status == ("unread" if kind == "link" else "corrupt")
+    assert info.status == ("unread" if kind == "link" else "damaged")
     assert info.error
 
 

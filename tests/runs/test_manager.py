@@ -217,7 +217,7 @@ def test_the_manager_prints_itself(run):
 # what is broken --------------------------------------------------------------------------------------------------
 
 
-def test_latest_passes_over_what_is_partial_or_corrupt_and_says_why(tmp_path, caplog):
+def test_latest_passes_over_what_is_partial_or_damaged_and_says_why(tmp_path, caplog):
     made = fill(tmp_path, [1, 2, 3, 4])
     shards_of(tmp_path / step_name(4))[0].write_bytes(b"cut")
     (tmp_path / step_name(3) / INDEX_NAME).write_bytes(b"{}")
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_was_moved_to_another_step_is_not_trusted(tmp_path, ca
     shutil.copytree(tmp_path / step_name(1), tmp_path / step_name(9))
     assert made.latest() == 2
     assert "its index says step 1" in caplog.text
-    assert "corrupt" in manager(tmp_path, keep=1).clean().left[0].why
+    assert "damaged" in manager(tmp_path, keep=1).clean().left[0].why
     assert (tmp_path / step_name(9) / INDEX_NAME).exists()
 
 

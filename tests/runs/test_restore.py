@@ -1,4 +1,4 @@
-"""A restore that finds its checkpoint corrupt midway takes the one before, and leaves nothing of the first."""
+"""A restore that finds its checkpoint damaged midway takes the one before, and leaves nothing of the first."""
 
 from __future__ import annotations
 

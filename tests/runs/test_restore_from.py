@@ -193,12 +193,12 @@ def test_what_is_registered_is_found_by_its_name(tmp_path: Path) -> None:
         manager.register("global_step", step)
 
 
-def test_a_corrupt_checkpoint_of_a_run_is_passed_over(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_of_a_run_is_passed_over(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
     (runs / "a/tuned/index.json").write_text("{")
     job = Job(runs / "new")
     with caplog.at_level(logging.WARNING, "treeckpt"):
         job.manager.restore(source=runs / "a")
-    assert job.state == {"mark": 0.25} and "tuned: passed over, corrupt, and perhaps saved after step 10" in caplog.text
+    assert job.state == {"mark": 0.25} and "tuned: passed over, damaged, and perhaps saved after step 10" in caplog.text
 
 
 def test_tables_of_several_trainings_are_joined(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_a_newest_step_whose_index_cannot_be_read_is_named_though_its_place_in_t
     report = job.resume()
     assert report is not None and report.step == 4, "nothing tells any more that it was left behind"
     [passed] = report.passed_over
-    assert passed.startswith(f"{index.parent}: corrupt, and perhaps saved after step 4: ")
+    assert passed.startswith(f"{index.parent}: damaged, and perhaps saved after step 4: ")
     assert passed in caplog.text.replace(": passed over, ", ": ")
 
 

@@ -163,7 +163,7 @@ def test_an_index_that_cannot_be_decoded_is_named_and_not_replaced(
     with caplog.at_level(logging.WARNING, "treeckpt"):
         again = manager(tmp_path, keep=1)
         assert again.latest() is None
-    assert "b: passed over, corrupt" in caplog.text
+    assert "b: passed over, damaged" in caplog.text
     with pytest.raises(tc.CheckpointExists, match="force=True"):
         again.save("b", tree("c"))
     again.save("c", tree("c"))

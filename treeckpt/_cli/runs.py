@@ -43,11 +43,12 @@ METRICS = 4
 _COLUMNS = f"""\
 columns, the newest checkpoint first; where the terminal is too narrow some are left out:
   name      of the directory, in the run
-  status    complete; partial: shards without an index, of a save that is under way or was killed; corrupt: shards
-            are missing or cut short, or the index is damaged; damaged: a verification found changed bytes (--json has
-            that in "verification"); unread: it could not be read, and nothing is known; foreign: files of another
-            program; run: a run itself. What is not healthy, as a metric or elements that are NaN, is named below.
-            "abandoned branch": the newest checkpoint does not descend from it, as the training went back before it
+  status    complete: the index is published, and its files are there with the right sizes; damaged: files are missing
+            or cut short, or a verification found changed bytes; partial: no index, of a save that failed or was
+            killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
+            is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
+            elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
+            as the training went back before it
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -112,7 +113,9 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
     metrics = {name: json_number(value) for name, value in info.metrics.items()}
-    return msgspec.structs.asdict(info) | {"metrics": metrics, "unhealthy": info.unhealthy}
+    facts = {name: part for name, part in msgspec.structs.asdict(info).items() if name != "files"}
+    facts |= {"metrics": metrics, "unhealthy": info.unhealthy}
+    return {"name": info.name, "status": info.status, "intact": info.intact} | facts
 
 
 def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
@@ -221,7 +224,7 @@ def add_commands(commands: Commands) -> None:
         help=f"leave files of unfinished saves that may be alive alone for S seconds (default: {GRACE:g})",
     )
     gc.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    rm = commands.add("rm", _rm, "delete steps of a run, also those that are corrupt or were never finished")
+    rm = commands.add("rm", _rm, "delete steps of a run, also those that are damaged or were never finished")
     assert rm.description is not None, "each command has one"
     rm.description += (
         " Asks before it does on a terminal. Nothing goes if one of the steps is not there, pinned, being read or "
@@ -431,7 +434,7 @@ def _misses(run: RunDirectory, options: argparse.Namespace) -> str:
 
 def _no_steps(run: RunDirectory, infos: Sequence[CheckpointInfo], steps: Sequence[int]) -> str:
     """Returns the error, with the steps that can be loaded, where steps are named that the run has not."""
-    there = {step_of(info.name) for info in infos if info.status in ("complete", "corrupt")}
+    there = {step_of(info.name) for info in infos if info.status in ("complete", "damaged")}
     absent = [str(step) for step in steps if step not in there]
     if not absent:
         return ""

@@ -59,6 +59,7 @@ from .._loading.run_load import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table
 from .._runs import catalog
 from .._runs.progress_bar import stores_bar
+from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CorruptError, FormatError, LayoutError, TreeckptError
 from ..rules import decode, parse
 from ..rules._rules import Rule
@@ -98,7 +99,8 @@ def _show(options: argparse.Namespace) -> int:
         # It gets the index that `read_info` decodes, which then is not read again.
         read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))
         info = catalog.read_info(folder, follow=True, newest=read)
-        if info.status == "partial" and not options.json:
+        info = catalog.with_verification(info, folder, VerificationStore(cache_directory()))
+        if info.files == "partial" and not options.json:
             print_saves_under_way(info)
         index = read.found.index if read.found is not None else _api.inspect(options.checkpoint)
     if options.rules:
@@ -119,10 +121,12 @@ def _show(options: argparse.Namespace) -> int:
     rows = _rows_below(outline, row, options.depth)
     if options.json:
         shown = [{name: part for name, part in msgspec.structs.asdict(row).items() if name != "number"} for row in rows]
-        print_json({**index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": shown})
+        state = {"status": info.status, "intact": info.intact, "unhealthy": info.unhealthy}
+        print_json({**state, **index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": shown})
         return 0
     if not options.leaf:
-        print_facts([(name, str(fact)) for name, fact in _summary_texts(index)] + [("pinned", "yes")] * info.pinned)
+        facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
+        print_facts([(name, str(fact)) for name, fact in facts])
         print_saves_under_way(info)
         print_line("")
     depth = options.leaf.count("/") + bool(options.leaf)

@@ -62,7 +62,7 @@ def _verify(options: argparse.Namespace) -> int:
     alone = options.repair or options.statistics
     if not alone and (not discovery.is_checkpoint(path) or catalog.has_steps(open_store(path))):
         found = discovery.scan(path) if discovery.run_exists(path) else []
-        if any(info.status not in ("partial", "foreign") for info in found):
+        if any(info.files not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)
     # Only the bar needs it, for the total.
     info = None if shown is False else catalog.read_info(path, follow=True, or_unread=True)
@@ -115,7 +115,7 @@ def _line(path: str, report: VerifyReport) -> str:
 
 def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) -> int:
     """Verifies the checkpoints of a run that have an index, and prints a line for each."""
-    whole = [info for info in infos if info.status not in ("partial", "foreign")]
+    whole = [info for info in infos if info.files not in ("partial", "foreign")]
     reports: dict[str, VerifyReport] = {}
     total = sum(info.nbytes or 0 for info in whole)
     what = f"verifying {count_text(len(whole), 'checkpoint')}"
@@ -149,9 +149,9 @@ def _left_out(infos: Sequence[CheckpointInfo], verified: Collection[str]) -> dic
     """Returns the steps of a run that were not verified, by the reason."""
     steps = [(info, open_store(info.path)) for info in infos if is_step_name(info.name)]
     links = [info for info, folder in steps if folder.is_link and not folder.traits.follow_links]
-    whole = [info for info in infos if info.status not in ("partial", "foreign")]
+    whole = [info for info in infos if info.files not in ("partial", "foreign")]
     return {
-        "no index": [info for info in infos if info.status == "partial"],
+        "no index": [info for info in infos if info.files == "partial"],
         "symbolic link": links,
         "deleted meanwhile": [info for info in whole if info.path not in verified],
     }

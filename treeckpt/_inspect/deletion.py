@@ -15,7 +15,7 @@ record a failure stay for the grace period, or until a later save is committed. 
 and renews its lease.
 
 Never deleted: directories that no manager names, files that treeckpt did not write, those that could not be read,
-and pinned ones; unless forced, files of a node-local save whose commit another disk decides, corrupt checkpoints and
+and pinned ones; unless forced, files of a node-local save whose commit another disk decides, damaged checkpoints and
 those in which a verification found damage (a person may still want to rescue what is in them). A file with a time in
 the future counts as new.
 """
@@ -64,7 +64,7 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """One directory of a run that is named as a step, as listed; whether it is pinned is read from its files."""
 
     name: str
-    status: Literal["complete", "partial", "corrupt", "unread"]
+    status: Literal["complete", "partial", "damaged", "unread"]
     """The state of its checkpoint. Of an unread one, which could not be read, nothing is known, and it stays."""
     modified_ns: int
     files: tuple[FileInfo, ...]
@@ -380,8 +380,8 @@ class _DirectoryState:
 
     def leftovers(self) -> Removal | RetainedDirectory | None:
         """Decides about the files that are no part of the checkpoint."""
-        if self.folder.status in ("corrupt", "unread"):
-            what = "corrupt" if self.folder.status == "corrupt" else "it could not be read"
+        if self.folder.status in ("damaged", "unread"):
+            what = "damaged" if self.folder.status == "damaged" else "it could not be read"
             return RetainedDirectory(self.folder.name, f"{what}: {self.folder.problem}")
         if self.folder.status == "partial":
             return self._without_index()

@@ -21,7 +21,8 @@ from ..errors import visible
 STYLES = {
     "complete": "green",
     "partial": "yellow",
-    "corrupt": "bold red",
+    "in progress": "cyan",
+    "stalled": "bold red",
     "damaged": "bold red",
     "unread": "yellow",
     "foreign": "dim",

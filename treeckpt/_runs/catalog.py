@@ -12,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -50,6 +48,7 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
+from .stat_cache import LruStatCache, StatCache
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
@@ -59,64 +58,6 @@ CONCURRENT_READS = 64
 """Folders of an object store that are read at a time, at most."""
 READ_MEMORY = 512 << 20
 """Bytes of indexes that are read at a time, at most, unless one is larger."""
-
-
-class StatCache(Protocol):
-    """A cache of results read from files, which are valid until the file changes."""
-
-    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
-        """Returns the cached result or raises the cached error; calls `read` if there is none, or the file has changed.
-
-        Args:
-            entry: the file that `read` reads, as it is now.
-        """
-        ...
-
-
-class LruStatCache:
-    """A cache in memory; a file counts as changed if its inode, modification time or size differs.
-
-    Args:
-        entries: the least recently used is dropped beyond this number.
-    """
-
-    def __init__(self, entries: int = 4096) -> None:
-        self._entries = entries
-        self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
-        self._lock = threading.RLock()
-
-    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
-        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached.
-
-        Nothing is cached of a file of which the store knows neither a time nor a number.
-        """
-        if not entry.modified_ns and not entry.number:
-            return read()
-        stamp = (entry.modified_ns, entry.nbytes, entry.number)
-        with self._lock:
-            kept = self._found.get(key)
-            if kept is not None and kept[0] == stamp:
-                self._found.move_to_end(key)
-                return _result(kept[1])
-        try:
-            # Without the lock, so that several threads read at a time.
-            result: T | TreeckptError = read()
-        except StoreError:
-            raise
-        except TreeckptError as error:
-            result = error
-        with self._lock:
-            self._found[key] = (stamp, result)
-            while len(self._found) > self._entries:
-                self._found.popitem(last=False)
-        return _result(result)
-
-
-def _result(kept: Any) -> Any:
-    if isinstance(kept, TreeckptError):
-        # It is raised again for each caller: each time its traceback would grow, and keep the frames of the one before.
-        raise kept.with_traceback(None)
-    return kept
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):
@@ -225,7 +166,10 @@ class DiskInfo(msgspec.Struct, frozen=True, gc=False):
         return f"{self.shards - self.here} of {self.shards} shards of {self.host} ({bytes_text(self.nbytes)})"
 
 
-Status = Literal["complete", "partial", "corrupt", "unread", "foreign"]
+FilesStatus = Literal["complete", "partial", "damaged", "unread", "foreign"]
+Status = Literal["complete", "damaged", "partial", "in_progress", "stalled", "unread", "foreign", "reading"]
+STATUS_TEXTS: dict[Status, str] = {"in_progress": "in progress"}
+"""How a status is written for people, where that is not its name."""
 
 MAX_METRIC_TEXT = 200
 """Characters that a text has of the name of a metric."""
@@ -236,9 +180,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     path: str
-    status: Status
-    """complete; partial: shards but no index; corrupt: the index does not decode, or shards are missing or cut short;
-    unread: it could not be read, so nothing is known; foreign: something else."""
+    files: FilesStatus
+    """What its files are, whatever a verification has found in them: complete: the index is published, and its shards
+    are there with the right sizes; partial: shards but no index; damaged: the index does not decode, or shards are
+    missing or cut short; unread: it could not be read, so nothing is known; foreign: something else."""
     step: int | None = None
     save_id: str | None = None
     world: int | None = None
@@ -278,7 +223,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     @property
     def elsewhere(self) -> str:
         """What of a complete checkpoint is on the disks of other hosts, as text; empty if all is here."""
-        away = [disk.text for disk in self.disks if disk.here < disk.shards] if self.status == "complete" else []
+        away = [disk.text for disk in self.disks if disk.here < disk.shards] if self.files == "complete" else []
         return f"elsewhere: {'; '.join(away)}" if away else ""
 
     @property
@@ -292,16 +237,27 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return self.found_damaged if self.verification is None else self.verification.total > 0
 
     @property
-    def status_text(self) -> str:
-        """The status as text, "damaged" where a verification found changed bytes; and if its branch is abandoned."""
-        return ("damaged" if self.damaged else self.status) + ", abandoned branch" * self.abandoned
+    def status(self) -> Status:
+        """What lists, pages, metrics and commands call it, and count it as.
+
+        Same as `files`, but damaged where a verification found changed bytes; and without an index in_progress or
+        stalled, as long as a save may still publish one. The dashboard says reading where an index is still being read.
+        """
+        if self.files == "complete" and self.damaged:
+            return "damaged"
+        if self.files == "partial" and (saves := self.under_way):
+            return "in_progress" if any(save.state == "in_progress" for save in saves) else "stalled"
+        return self.files
 
     @property
-    def state(self) -> str:
-        """The status as text, with "verified" where a verification found all intact."""
-        if self.verification is None or not self.verification.ok:
-            return self.status_text
-        return f"{self.status}, verified" + ", abandoned branch" * self.abandoned
+    def intact(self) -> bool:
+        """Whether it is complete, and its bytes were compared with their checksums since they were written."""
+        return self.status == "complete" and self.verification is not None and self.verification.ok
+
+    @property
+    def status_text(self) -> str:
+        """The status as text; and if its branch is abandoned."""
+        return STATUS_TEXTS.get(self.status, self.status) + ", abandoned branch" * self.abandoned
 
     @property
     def problem(self) -> str | None:
@@ -327,10 +283,11 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return f"{count_text(found.nan, 'element')} of arrays NaN, first in {visible(found.nan_in)}"
 
     @property
-    def state_and_problem(self) -> str:
-        """The state, with what is wrong, or what is no finite number."""
+    def status_and_problem(self) -> str:
+        """The status, with whether it is intact, what is wrong, and what is no finite number."""
         wrong = "; ".join(filter(None, (self.problem, self.unhealthy and f"not healthy: {self.unhealthy}")))
-        return f"{self.state}: {wrong}" if wrong else self.state
+        status = self.status_text + ", intact" * self.intact
+        return f"{status}: {wrong}" if wrong else status
 
 
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
@@ -343,7 +300,7 @@ def id_of(info: CheckpointInfo) -> CheckpointId | None:
     if (step := step_of(info.name)) is not None:
         return step
     named = info.lineage is not None and info.lineage.name == info.name
-    unknown = info.status == "corrupt" and info.save_id is None and bool(info.nbytes)
+    unknown = info.files == "damaged" and info.save_id is None and bool(info.nbytes)
     return info.name if named or unknown or info.deleting else None
 
 
@@ -351,7 +308,7 @@ def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
     """Returns the data that orders checkpoints by lineage; None without an index, or if moved from another step."""
     step = id_of(info)
     moved = isinstance(step, int) and info.step != step
-    if info.status not in ("complete", "corrupt") or info.save_id is None or step is None or moved:
+    if info.files not in ("complete", "damaged") or info.save_id is None or step is None or moved:
         return None
     return SavedCheckpoint(step, info.save_id, info.lineage)
 
@@ -375,13 +332,13 @@ def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def _sort_key(placed: tuple[CheckpointInfo, LineagePosition | None]) -> tuple[Any, ...]:
     info, (present, sequence, step) = placed[0], placed[1] or (True, 0, 0)
-    kind = info.status == "foreign", not present, info.step is None and id_of(info) is None
+    kind = info.files == "foreign", not present, info.step is None and id_of(info) is None
     return *kind, -sequence, -step, -(info.created_ns or 0), info.name
 
 
 def with_verification(info: CheckpointInfo, folder: Store, known: VerificationStore) -> CheckpointInfo:
-    """Returns the same with what is known of the bytes of a checkpoint in a folder; a corrupt one may have an index."""
-    if info.status not in ("complete", "corrupt") or info.save_id is None:
+    """Returns the same with what is known of the bytes of a checkpoint in a folder; a damaged one may have an index."""
+    if info.files not in ("complete", "damaged") or info.save_id is None:
         return info
     return msgspec.structs.replace(info, verification=known.find(folder, info.save_id, beside=info.found_damaged))
 
@@ -646,7 +603,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
             return CheckpointInfo(
                 name,
                 folder.place,
-                "corrupt",
+                "damaged",
                 step_of(name),
                 nbytes=nbytes,
                 disk_nbytes=_disk_nbytes(files),
@@ -657,7 +614,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
             if file not in files and file in entries:
                 check_missing(folder, file)
         info = _with_index(folder, summary, files, cache if timings else None)
-        if info.status == "corrupt" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
+        if info.files == "damaged" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
             return _read_info(now, cache, newest, timings=timings)
         return info
@@ -702,7 +659,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
-        status="complete" if problem is None else "corrupt",
+        files="complete" if problem is None else "damaged",
         step=summary.step if summary.step is not None else step_of(folder.name),
         save_id=summary.save_id,
         world=summary.world,
@@ -776,7 +733,7 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
-        status="partial",
+        files="partial",
         step=step_of(folder.name),
         save_id=prepared.save_id if prepared else shards[newest][0] if newest else None,
         disks=disks_of(prepared, files) if prepared else (),

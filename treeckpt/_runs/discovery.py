@@ -14,9 +14,7 @@ from .._io.storage.open import open_run, open_store
 from .._io.storage.store import RunStore
 from .catalog import (
     CheckpointInfo,
-    LruStatCache,
     OnRead,
-    StatCache,
     by_step,
     has_steps,
     in_listing_order,
@@ -26,6 +24,7 @@ from .catalog import (
     regular_files,
     that_counts,
 )
+from .stat_cache import LruStatCache, StatCache
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -86,7 +85,7 @@ def scan(
         if not has_steps(folder):
             return above
     steps = read_infos(open_run(run), cache, or_unread=True, newest=newest, on_read=on_read)
-    return in_listing_order([*above, *(info for _, info in steps if not above or info.status != "foreign")])
+    return in_listing_order([*above, *(info for _, info in steps if not above or info.files != "foreign")])
 
 
 def runs_below(run: RunStore) -> list[str]:

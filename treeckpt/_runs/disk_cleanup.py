@@ -82,7 +82,7 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
     def has_index(self, name: str, save_id: str) -> bool:
         """Whether a disk has the index of a save in a directory."""
         infos = (info for view in self.views.values() for info in view.infos)
-        return any((i.name, i.save_id) == (name, save_id) and i.status in ("complete", "corrupt") for i in infos)
+        return any((i.name, i.save_id) == (name, save_id) and i.files in ("complete", "damaged") for i in infos)
 
     def has_asked(self, name: str, save_id: str) -> bool:
         """Whether the disk that decides about a save is among those of the run, and has not committed it.
@@ -107,14 +107,14 @@ class RunDisks(msgspec.Struct, frozen=True, dict=True):
         """Returns what a clean-up on one disk has to know of the others."""
         joined = self.joined.values()
         return JoinedRun(
-            whole=frozenset((i.name, i.save_id or "") for i in joined if i.status == "complete"),
+            whole=frozenset((i.name, i.save_id or "") for i in joined if i.files == "complete"),
             pinned=frozenset(i.name for i in joined if i.pinned),
             damaged=frozenset(i.name for i in joined if i.damaged),
         )
 
 
 def _has(view: RunView, name: str, complete: bool) -> bool:
-    return any(info.name == name and (not complete or info.status == "complete") for info in view.infos)
+    return any(info.name == name and (not complete or info.files == "complete") for info in view.infos)
 
 
 def _step_paths(run: RunDirectory) -> list[Path]:
@@ -169,9 +169,9 @@ def _one_of_each_disk(views: Mapping[int, RunView]) -> dict[int, RunView]:
 def _view(run: RunDirectory) -> RunView:
     marks = _disk_marks(run)
     infos, uncommitted = seen_here(run), dict[str, list[int]]()
-    committed = {(info.name, info.save_id) for info in infos if info.status in ("complete", "corrupt")}
+    committed = {(info.name, info.save_id) for info in infos if info.files in ("complete", "damaged")}
     # an index that cannot be read may be that of any save, and one that was taken away may be put back
-    illegible = {info.name for info in infos if info.status in ("corrupt", "unread") and info.save_id is None}
+    illegible = {info.name for info in infos if info.files in ("damaged", "unread") and info.save_id is None}
     for path in _step_paths(run):
         names = run.store.folder(path.name).sizes()
         deleted = {kind.save_id for kind in map(parse_file_name, names) if kind and kind.kind == "deleted"}
@@ -265,7 +265,7 @@ def spread_pins(run: RunDirectory, disks: RunDisks) -> None:
     """Writes, on a leader's disk, the pins that other disks have."""
     for info in disks.views[disks.rank].infos:
         joined = disks.joined[info.name]
-        if info.status == "complete" and joined.pinned and not info.pinned and joined.save_id == info.save_id:
+        if info.files == "complete" and joined.pinned and not info.pinned and joined.save_id == info.save_id:
             run.put_pin(run.store.folder(info.name))
 
 

@@ -19,7 +19,7 @@ def seen_here(run: RunDirectory) -> list[CheckpointInfo]:
     infos: list[CheckpointInfo] = []
     for info in run.checkpoints(or_unread=True):
         infos.append(msgspec.structs.replace(info, saving=(), verification=None))
-        if info.status in ("partial", "unread"):  # of a partial one the catalog has read the prepared index
+        if info.files in ("partial", "unread"):  # of a partial one the catalog has read the prepared index
             continue
         folder = run.store.folder(info.name)
         files = {name: entry for name, entry in folder.entries().items() if entry.regular}
@@ -47,14 +47,14 @@ def joined_infos(views: Iterable[Sequence[CheckpointInfo]]) -> list[CheckpointIn
 
 def _joined(infos: Sequence[CheckpointInfo]) -> CheckpointInfo:
     """Joins what several ranks see of one step: of several saves, the last that was committed on any disk."""
-    committed = [info for info in infos if info.status in ("complete", "corrupt") and info.save_id is not None]
-    unread = next((info for info in infos if info.status == "unread"), None)
+    committed = [info for info in infos if info.files in ("complete", "damaged") and info.save_id is not None]
+    unread = next((info for info in infos if info.files == "unread"), None)
     if not committed:
-        return unread or next((info for info in infos if info.status == "corrupt"), infos[0])
+        return unread or next((info for info in infos if info.files == "damaged"), infos[0])
     newest = max(committed, key=lambda info: (info.created_ns or 0, info.save_id or ""))
     same = [info for info in infos if info.save_id == newest.save_id]
     # of several with one status the first one, of the lowest rank
-    base = next((info for info in same if info.status == "complete"), newest)
+    base = next((info for info in same if info.files == "complete"), newest)
     disks = tuple(max(seen, key=lambda disk: disk.here) for seen in zip(*(info.disks for info in same), strict=True))
     base = msgspec.structs.replace(
         base,
@@ -63,10 +63,10 @@ def _joined(infos: Sequence[CheckpointInfo]) -> CheckpointInfo:
         found_damaged=any(info.found_damaged for info in same),
     )
     lost = [disk.text for disk in disks if disk.here < disk.shards]
-    if base.status == "complete" and lost:
+    if base.files == "complete" and lost:
         if unread is not None:
-            return msgspec.structs.replace(base, status="unread", error=unread.error)
+            return msgspec.structs.replace(base, files="unread", error=unread.error)
         return msgspec.structs.replace(
-            base, status="corrupt", error=f"on no disk that these ranks see: {'; '.join(lost)}"
+            base, files="damaged", error=f"on no disk that these ranks see: {'; '.join(lost)}"
         )
     return base

@@ -474,7 +474,7 @@ class Manager:
 
         Args:
             like: same as for `treeckpt.load`.
-            step: by default the newest that loads: if one turns out to be corrupt on any rank, that is logged and all
+            step: by default the newest that loads: if one turns out to be damaged on any rank, that is logged and all
                 ranks load the one before it and fill everything again. If an earlier step is restored, the steps saved
                 after it become an abandoned branch.
             into: a tree to fill in place with `treeckpt.load_into`, in place of `like`.
@@ -529,7 +529,7 @@ class Manager:
         """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
 
         All ranks restore the same step. It is protected from deletion meanwhile. A checkpoint that turns out to be
-        corrupt on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it. So
+        damaged on any rank is logged, all ranks restore the one before it, and `RestoreReport.passed_over` names it. So
         is one that lies on the disks of several hosts and is no longer whole, with the host that is missing.
         `count` and the lineage of the next save continue from the step.
 
@@ -687,11 +687,11 @@ class Manager:
         """Deletes a step whatever the policies say, as the clean-up does: killed on the way, the next one finishes it.
 
         Args:
-            force: also deletes a step that is corrupt or was never finished.
+            force: also deletes a step that is damaged or was never finished.
 
         Raises:
             CheckpointNotFound: there is no such checkpoint; with `force`, nothing of one.
-            CheckpointError: it is corrupt, pinned, or something reads or writes it; with `force`, one of the last two.
+            CheckpointError: it is damaged, pinned, or something reads or writes it; with `force`, one of the last two.
         """
         step = check_id(step)
         call, delete = f"delete {id_text(step)}", partial(self.retention.delete, step, force=force)

@@ -12,7 +12,7 @@ from .catalog import CheckpointInfo
 from .discovery import scan
 
 ROWS = 20
-COLUMNS = ("checkpoint", "state", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
+COLUMNS = ("checkpoint", "status", "step", "size", "leaves", "ranks", "saved", "took", "blocked")
 
 
 def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
@@ -20,7 +20,7 @@ def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
     return [
         (
             info.name,
-            info.state_and_problem,
+            info.status_and_problem,
             info.step,
             bytes_text(info.nbytes) if info.nbytes is not None else None,
             info.leaves,
@@ -39,7 +39,7 @@ def run_html(run: str | RunStore, summary: str) -> Html:
     saving = [under_way_text(save, time.time_ns()) for info in infos for save in info.saving]
     return joined([
         el("p", el("code", summary)),
-        facts([("checkpoints", sum(info.status == "complete" for info in infos)),
+        facts([("complete checkpoints", sum(info.status == "complete" for info in infos)),
                ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos)))]),
         *(el("p", text) for text in saving),
         table(COLUMNS, checkpoint_rows(infos[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),

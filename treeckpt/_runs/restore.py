@@ -1,4 +1,4 @@
-"""Loads a run's checkpoint on all ranks, or, if it turns out to be corrupt, the one before it.
+"""Loads a run's checkpoint on all ranks, or, if it turns out to be damaged, the one before it.
 
 Rank 0 chooses a checkpoint, and holds a lease until every rank has reported the result of its load. If the files of the
 checkpoint are at fault on any rank, all ranks skip it, choose again, and fill all of the target again; an error of the
@@ -91,7 +91,7 @@ class _RestoreChoice(msgspec.Struct, array_like=True):
     requested: CheckpointId | None
     """The argument `step` of rank 0."""
     passed_over: tuple[str, ...]
-    """The corrupt checkpoints that are newer."""
+    """The damaged checkpoints that are newer."""
     name: str = ""
     """The name of its directory."""
     count: int | None = None
@@ -196,7 +196,7 @@ class Restorer:
         on_all = False
         read: ReadOptions = options["read"]
         if fills and step is None and not options.get("strict", True) and read.verify is not False:
-            # if this one is found to be corrupt on the way, the one before may lack leaves that were filled already
+            # if this one is found to be damaged on the way, the one before may lack leaves that were filled already
             options = {**options, "read": msgspec.structs.replace(read, verify="first")}
         while True:
             try:

@@ -73,9 +73,7 @@ from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, Stor
 from ..policy import Best, Policy, best_of, unmeasured_text
 from .catalog import (
     CheckpointInfo,
-    LruStatCache,
     OnRead,
-    StatCache,
     checkpoints_without_step,
     id_of,
     in_listing_order,
@@ -86,6 +84,7 @@ from .catalog import (
     step_info,
     with_verification,
 )
+from .stat_cache import LruStatCache, StatCache
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -148,12 +147,12 @@ class RunDirectory:
             hint = "Save under another name, or remove the link; what it leads to stays as it is"
             raise CheckpointExists(folder.place, expected=expected, found=found, hint=hint)
         info = read_info(folder, cache=self._cache, timings=False)
-        if info.status in ("complete", "corrupt") and (info.lineage is None or info.lineage.name != name):
+        if info.files in ("complete", "damaged") and (info.lineage is None or info.lineage.name != name):
             raise CheckpointExists(
                 info.path,
                 expected="a name that is free, or that of a checkpoint which a manager saved by it",
-                found=f"a checkpoint that was saved otherwise ({info.status})",
-                hint="Save under another name, or move it away; Manager.delete with force=True removes a corrupt one",
+                found=f"a checkpoint that was saved otherwise ({info.files})",
+                hint="Save under another name, or move it away; Manager.delete with force=True removes a damaged one",
             )
 
     def checkpoints(self, *, newest: NewestIndex | None = None, or_unread: bool = False) -> list[CheckpointInfo]:
@@ -174,7 +173,7 @@ class RunDirectory:
         seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
-            _checked(info) for _, info in seen if info.status != "foreign" and id_of(info) is not None
+            _checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
         )
         return [(folders[info.name], info) for info in ours]
 
@@ -196,7 +195,7 @@ class RunDirectory:
 
         Raises:
             CheckpointNotFound: there is none.
-            CheckpointError: it is corrupt.
+            CheckpointError: it is damaged.
         """
         folder = self.folder(step)
         if joined is None:
@@ -204,13 +203,13 @@ class RunDirectory:
         else:
             none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of {id_text(step)}")
             info = next((each for each in joined if each.name == folder.name), none)
-        if info.status == "complete" and id_of(info) is None:
+        if info.files == "complete" and id_of(info) is None:
             raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load", joined)
-        if info.status == "complete":
+        if info.files == "complete":
             return info
-        foreign = describe_foreign(info.path) if info.status == "foreign" else None
-        found, hint = foreign or (info.error or info.status, "")
-        if info.status == "corrupt":
+        foreign = describe_foreign(info.path) if info.files == "foreign" else None
+        found, hint = foreign or (info.error or info.files, "")
+        if info.files == "damaged":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint, joined)
 
@@ -322,13 +321,13 @@ class RunDirectory:
         """Deletes a checkpoint as a clean-up does, if no other process has; the next one finishes what is killed.
 
         Args:
-            force: also deletes one that is corrupt, or was never finished. A link in place of a step's directory goes
+            force: also deletes one that is damaged, or was never finished. A link in place of a step's directory goes
                 with `force` alone; what it leads to stays.
             grace, claim: same as for `clean`.
 
         Raises:
             CheckpointNotFound: there is no complete checkpoint; with `force`, nothing of one.
-            CheckpointError: it is corrupt, pinned, being read or being written; with `force`, one of the last three.
+            CheckpointError: it is damaged, pinned, being read or being written; with `force`, one of the last three.
         """
         _, removal = self.plan_deletion(step, force=force, grace=grace)
         folder, why = self.folder(step), ""
@@ -348,16 +347,16 @@ class RunDirectory:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
         info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
-        if not force and info.status != "complete":
+        if not force and info.files != "complete":
             try:
                 info = self.checkpoint(step)
             except CheckpointError as error:
-                if info.status in ("corrupt", "partial"):
+                if info.files in ("damaged", "partial"):
                     error.add_hint("force=True deletes it all the same")
                 raise
         if force and folder.is_link:
             return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
-        if info.status == "foreign" or id_of(info) is None:
+        if info.files == "foreign" or id_of(info) is None:
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         if isinstance(plan, RetainedDirectory):
@@ -367,16 +366,16 @@ class RunDirectory:
     def _fact(
         self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
     ) -> StepDirectory:
-        assert info.status != "foreign", "_read_infos returns none"
-        save_id = info.save_id if info.status != "partial" else None
-        unread = info.status == "unread" and not force
+        assert info.files != "foreign", "_read_infos returns none"
+        save_id = info.save_id if info.files != "partial" else None
+        unread = info.files == "unread" and not force
         step = step_info(info)
         if disks is not None:
             step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
         return StepDirectory(
             **msgspec.structs.asdict(step),
             name=info.name,
-            status=info.status,
+            status=info.files,
             modified_ns=0 if unread else folder.modified_ns() or 0,
             files=() if unread else file_facts(folder, self._clock(), committed=save_id),
             save_id=None if unread else save_id,
@@ -425,10 +424,10 @@ class RunDirectory:
             now = folder.listed()
             info = _checked(read_info(now, cache=self._cache, or_unread=removal.force))
             why = self._reason_to_keep(info, now, grace, force=removal.force)
-            known = not why and info.status != "unread"
+            known = not why and info.files != "unread"
             index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
             if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
-                index = 0 if info.status == "unread" else index_state(store) or 0
+                index = 0 if info.files == "unread" else index_state(store) or 0
             if index is None:
                 if folder.entry(INDEX_NAME) is None:
                     raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
@@ -468,8 +467,8 @@ class RunDirectory:
         """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
         if info.pinned:
             return "it has been pinned meanwhile"
-        if info.status == "foreign" or (info.status != "complete" and not force):
-            return f"it is {info.status} now"
+        if info.files == "foreign" or (info.files != "complete" and not force):
+            return f"it is {info.files} now"
         plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
         return plan.why if isinstance(plan, RetainedDirectory) else ""
 
@@ -493,10 +492,10 @@ def _held(folder: Store, why: str) -> CheckpointError:
 
 
 def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """Marks a checkpoint as corrupt if its index records another step than its directory's name: it was moved."""
-    if info.status == "complete" and (step := step_of(info.name)) is not None and info.step != step:
+    """Marks a checkpoint as damaged if its index records another step than its directory's name: it was moved."""
+    if info.files == "complete" and (step := step_of(info.name)) is not None and info.step != step:
         found = f"its index says step {info.step}, not what its name says"
-        return msgspec.structs.replace(info, status="corrupt", error=found)
+        return msgspec.structs.replace(info, files="damaged", error=found)
     return info
 
 
@@ -546,7 +545,7 @@ class CheckpointSelector:
         Raises:
             CheckpointNotFound: the directory is one checkpoint.
         """
-        return [info for info in self._listed() if info.status == "complete"]
+        return [info for info in self._listed() if info.files == "complete"]
 
     def _listed(self, *, or_unread: bool = False) -> list[CheckpointInfo]:
         """Returns the checkpoints of the run; refuses the path of one checkpoint, which has none below it."""
@@ -555,7 +554,7 @@ class CheckpointSelector:
         infos = self.directory.checkpoints(newest=self._read, or_unread=or_unread)
         run, url = self.directory.store, self.directory.url
         is_local = self._one_disk and run.traits.local_path is not None
-        if is_local and (any(info.disks for info in infos) or all(info.status != "complete" for info in infos)):
+        if is_local and (any(info.disks for info in infos) or all(info.files != "complete" for info in infos)):
             raise OtherDisks
         if infos:
             return infos
@@ -583,7 +582,7 @@ class CheckpointSelector:
             verify: reads everything and compares checksums.
             without: steps to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
-            passed_over: gets the path of each corrupt checkpoint and link that is newer, or may be, with what is wrong.
+            passed_over: gets the path of each damaged checkpoint and link that is newer, or may be, with what is wrong.
 
         Raises:
             CheckpointNotFound: the directory is one checkpoint.
@@ -591,7 +590,7 @@ class CheckpointSelector:
         """
         infos, newest = self._listed(or_unread=True), None
         for info in infos:
-            if info.status == "unread":
+            if info.files == "unread":
                 expected, hint = (
                     "the newest checkpoint, or to know that it is not",
                     "No older one is taken in its place",
@@ -599,15 +598,15 @@ class CheckpointSelector:
                 raise StoreError(info.path, expected=expected, found=info.error or "", hint=hint)
             if step_info(info).step in without:
                 continue
-            why = info.error or info.status if info.status != "complete" else ""
+            why = info.error or info.files if info.files != "complete" else ""
             if not why and verify:
                 why = self._problem(info)
             if not why:
                 newest = info
                 break
             if info.name not in busy:
-                self.warn_once(info.path, f"passed over, {info.status}: {why}")
-            if passed_over is not None and info.status != "partial":
+                self.warn_once(info.path, f"passed over, {info.files}: {why}")
+            if passed_over is not None and info.files != "partial":
                 passed_over.append(f"{info.path}: {why}")
         if not infos and (others := checkpoints_without_step(self.directory.store)):
             text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}"
@@ -628,8 +627,8 @@ class CheckpointSelector:
         step = step_info(newest).step if newest is not None else -1
         number, _ = id_order(step)
         for info in infos[infos.index(newest) + 1 :] if newest is not None else ():
-            if info.status in ("corrupt", "unread") and info.save_id is None:
-                yield info.path, f"{info.status}, and perhaps saved after {id_text(step)}: {info.error}"
+            if info.files in ("damaged", "unread") and info.save_id is None:
+                yield info.path, f"{info.files}, and perhaps saved after {id_text(step)}: {info.error}"
         for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
             followed = folder.traits.follow_links and folder.modified_ns() is not None
@@ -707,7 +706,7 @@ class CheckpointSelector:
 
         Raises:
             CheckpointNotFound: there is none of that step, only such as cannot be loaded, or something else.
-            CheckpointError: the step is corrupt.
+            CheckpointError: the step is damaged.
         """
         self._read.local = True
         if step is not None:
@@ -740,7 +739,7 @@ class CheckpointSelector:
 
 def loadable_text(infos: Iterable[CheckpointInfo], step: CheckpointId) -> str:
     """Returns which steps of a run can be loaded, at most the 10 highest, and which is nearest to `step`."""
-    steps = sorted((step_info(info).step for info in infos if info.status == "complete"), key=id_order)
+    steps = sorted((step_info(info).step for info in infos if info.files == "complete"), key=id_order)
     others = [other for other in steps if type(other) is type(step)]
 
     def distance(other: CheckpointId) -> float:

@@ -50,20 +50,22 @@ def verified(client):
     return client.get(f"/api/v1{at}").json()
 
 
-def test_a_committed_checkpoint_is_not_called_verified_until_every_shard_was_compared(many_shards, tmp_path):
+def test_a_complete_checkpoint_is_not_called_intact_until_every_shard_was_compared(many_shards, tmp_path):
     client = client_of(tmp_path / "run", tmp_path / "cache")
     row = the_checkpoint(client)
-    assert (row["status"], row["verification"]) == ("committed", None)
+    assert (row["status"], row["intact"], row["verification"]) == ("complete", False, None)
     assert "sizes match, contents not verified" in client.get(f"/checkpoints/{row['id']}").text
     found = verified(client)
     assert (found["job"]["state"], found["job"]["share"], found["job"]["shards"]) == ("ended", 1.0, SHARDS)
     verdict = found["checkpoint"]["verification"]
     assert (verdict["ok"], verdict["files"], verdict["nbytes"]) == (True, SHARDS, SHARDS * 2048)
     row = the_checkpoint(client)
-    assert row["status"] == "verified" and "dashboard" in row["verification"]["by"] and row["verification"]["ended"]
+    assert (row["status"], row["intact"]) == ("complete", True)
+    assert "dashboard" in row["verification"]["by"] and row["verification"]["ended"]
     [run] = client.get("/api/v1/runs").json()["runs"]
-    assert run["statuses"] == {"verified": 1} and run["complete"] == 1
-    assert 'status="verified"} 1' in client.get("/metrics").text
+    assert run["statuses"] == {"complete": 1} and (run["complete"], run["intact"]) == (1, 1)
+    metrics = client.get("/metrics").text
+    assert 'status="complete"} 1' in metrics and 'treeckpt_checkpoints_intact{run="run"} 1' in metrics
     for page in ("/", f"/runs/{run['id']}", f"/checkpoints/{row['id']}", f"/checkpoints/{row['id']}/files"):
         assert "just now" in client.get(page).text or "verified" in client.get(page).text
 
@@ -80,7 +82,8 @@ def test_a_flipped_byte_in_the_last_shard_is_found_and_stays_found(many_shards, 
     row = the_checkpoint(again)
     assert row["status"] == "damaged" and last.name in row["error"]
     assert row["kept"] == ["damaged: counts for no policy"]
-    assert "none verified, 1 damaged" in again.get(f"/runs/{row['run']}").text
+    [run] = again.get("/api/v1/runs").json()["runs"]
+    assert (run["complete"], run["statuses"], run["newest_step"]) == (0, {"damaged": 1}, None)
     for page in (f"/checkpoints/{row['id']}", f"/checkpoints/{row['id']}/verify"):
         assert last.name in again.get(page).text
     listed = again.get(f"/api/v1/checkpoints/{row['id']}/files?start=100").json()["rows"]
@@ -89,7 +92,7 @@ def test_a_flipped_byte_in_the_last_shard_is_found_and_stays_found(many_shards, 
     row = the_checkpoint(client_of(tmp_path / "run", tmp_path / "cache"))
     assert row["status"] == "damaged" and row["verification"]["changed"]
     flip(last)
-    assert verified(again)["checkpoint"]["status"] == "verified", "every byte was compared and found intact"
+    assert verified(again)["checkpoint"]["intact"], "every byte was compared and found intact"
 
 
 def test_a_verdict_is_that_of_the_files_as_they_were(many_shards, tmp_path):
@@ -97,17 +100,17 @@ def test_a_verdict_is_that_of_the_files_as_they_were(many_shards, tmp_path):
     client = client_of(tmp_path / "run", tmp_path / "cache")
     verified(client)
     os.utime(path / index.file_list[3].name)
-    assert the_checkpoint(client_of(tmp_path / "run", tmp_path / "cache"))["status"] == "committed"
+    assert the_checkpoint(client_of(tmp_path / "run", tmp_path / "cache"))["status"] == "complete"
 
 
 def test_the_command_and_the_dashboard_share_their_verdicts(many_shards, serve, tmp_path, monkeypatch, capsys):
     path, index = many_shards
     monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "shared"))
     client = serve(tmp_path / "run")
-    assert the_checkpoint(client)["status"] == "committed"
+    assert the_checkpoint(client)["status"] == "complete"
     assert main(["verify", str(path)]) == 0
     row = the_checkpoint(client)
-    assert row["status"] == "verified" and "treeckpt verify" in row["verification"]["by"]
+    assert row["intact"] and "treeckpt verify" in row["verification"]["by"]
     capsys.readouterr()
     assert main(["ls", str(tmp_path / "run")]) == 0 and "intact, " in capsys.readouterr().out
     flip(path / index.file_list[0].name)
@@ -126,7 +129,7 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
         assert client.get(at, params={"action": "start"}).json()["job"]["state"] == "waiting"
         client.get(at, params={"action": "cancel"})
     assert until(lambda: not client.get(at).json()["running"])
-    assert client.get(at).json()["job"]["state"] == "cancelled" and the_checkpoint(client)["status"] == "committed"
+    assert client.get(at).json()["job"]["state"] == "cancelled" and the_checkpoint(client)["status"] == "complete"
 
     flip(path / index.file_list[0].name)
     held, go_on = threading.Event(), threading.Event()
@@ -188,7 +191,7 @@ os.open = refuse
     assert found["job"]["state"] == "failed" and "1 part could not be read, first " + name in found["job"]["error"]
     assert "Input/output error" in found["job"]["error"] and "on_corrupt" in found["job"]["error"]
     row = the_checkpoint(client)
-    assert (row["status"], row["verification"]) == ("committed", None)
+    assert (row["status"], row["verification"]) == ("complete", None)
     page = client.get(f"/checkpoints/{row['id']}/verify").text
     assert "The verification failed: 1 part could not be read" in page and "Damaged" not in page
 
@@ -203,9 +206,9 @@ os.open = refuse
         patch.setattr(os, "open", refused)
         answer = client.get(f"/api/v1/checkpoints/{row['id']}/files/2/checksums")
         assert answer.status_code == 404 and "Input/output error" in answer.text
-    assert the_checkpoint(client)["status"] == "committed"
+    assert the_checkpoint(client)["status"] == "complete"
     assert client.get(f"/api/v1/checkpoints/{row['id']}/files/2/checksums").json()["problem"] is None
-    assert verified(client)["checkpoint"]["status"] == "verified"
+    assert verified(client)["checkpoint"]["intact"]
 
 
 def test_damage_that_another_user_has_found_is_shown_and_what_is_known_here_alone_says_so(
@@ -228,7 +231,7 @@ def test_damage_that_another_user_has_found_is_shown_and_what_is_known_here_alon
     assert alone not in other.get(at).text and "Damaged." in other.get(at).text
     flip(path / index.file_list[0].name)
     found = verified(other)
-    assert found["checkpoint"]["status"] == "verified", "it was compared after that"
+    assert found["checkpoint"]["intact"], "it was compared after that"
     assert list(path.glob("damage.*")) and "treeckpt verify removes that" in found["job"]["error"]
 
 
@@ -249,7 +252,7 @@ def test_each_shard_says_what_is_known_of_it(many_shards, tmp_path):
     gone = {5: "missing", 7: "cut short"}
     assert states() == {n: gone.get(n, "not verified") for n in range(10)}
     verified(client)
-    assert states() == {n: gone.get(n, "damaged" if n == 3 else "verified") for n in range(10)}
+    assert states() == {n: gone.get(n, "damaged" if n == 3 else "intact") for n in range(10)}
     (path / files[9].name).touch()
     assert states()[8] == "not verified", "the files were written since"
     text = client.get(f"{at.removeprefix('/api/v1')}/5").text

@@ -37,7 +37,7 @@ def test_every_run_is_one_row_with_what_its_newest_checkpoint_is(client):
         700 / 600,
     )
     assert large["durations"] == pytest.approx([1 + n % 7 / 3 for n in range(1, 7)])
-    assert (vit["good"]["step"], vit["state"], vit["metric"], vit["value"]) == (7000, "committed", "acc", 0.75)
+    assert (vit["good"]["step"], vit["state"], vit["metric"], vit["value"]) == (7000, "complete", "acc", 0.75)
     assert (empty["good"], empty["state"], empty["metric"], empty["durations"]) == (None, None, None, [])
     text = client.get("/").text
     assert text.count('<th scope="row">') == 3 and text.count("<polyline") == 2 and "no checkpoints" in text
@@ -48,7 +48,7 @@ def test_every_run_is_one_row_with_what_its_newest_checkpoint_is(client):
     [
         ("GPT", ["gpt-large"]),
         ("in progress", ["gpt-large"]),
-        ("committed", ["vit"]),
+        ("complete", ["vit"]),
         ("vit acc", ["vit"]),
         ("none", []),
     ],
@@ -77,7 +77,7 @@ def test_a_search_finds_runs_steps_and_leaves(client):
     assert texts == [("run", "vit")]
     items = found(client, "7,00")["items"]
     assert [(i["text"], i["detail"]) for i in items] == [
-        ("step 700", "in progress · gpt-large"), ("step 700", "committed · vit"), ("step 7,000", "committed · vit"),
+        ("step 700", "in progress · gpt-large"), ("step 700", "complete · vit"), ("step 7,000", "complete · vit"),
     ]  # fmt: skip
     assert [i["text"] for i in found(client, "vit step 7000")["items"]] == ["step 7,000"]
     leaves = found(client, "large QKV")["items"]
@@ -94,7 +94,7 @@ def test_a_search_finds_runs_steps_and_leaves(client):
 
 def test_what_the_page_shows_comes_first(client):
     _, vit, _ = client.get("/api/v1/runs").json()["runs"]
-    assert found(client, "700", vit["id"])["items"][0]["detail"] == "committed · vit"
+    assert found(client, "700", vit["id"])["items"][0]["detail"] == "complete · vit"
     older = vit["checkpoints"][1]
     assert [i["detail"] for i in found(client, "x", older["id"])["items"] if i["kind"] == "leaf"][:2] == [
         "step 700 · vit", "step 7,000 · vit",

@@ -53,7 +53,7 @@ def test_a_save_that_was_killed_is_not_shown_as_being_written(serve, tmp_path):
     killed.wait()
     client = serve(tmp_path / "run")
     seen = page(client, "?keep=last:1").json()["run"]
-    assert seen["saving"] == 0 and seen["statuses"] == {"committed": 1, "partial": 1}
+    assert seen["saving"] == 0 and seen["statuses"] == {"complete": 1, "partial": 1}
     assert [(row["saved"], row["phase"]) for row in seen["checkpoints"]] == [(None, None)] * 2
     assert "being written" not in client.get("/").text
     live = client.get("/live").text
@@ -75,7 +75,7 @@ def test_every_page_says_the_same_of_a_save_that_fell_silent(serve, tmp_path):
     under_way(directory, [(500, "write"), (1000, "commit")], world=2, now=time.time_ns() - 360 * 10**9)
     client = serve(tmp_path / "run")
     found = page(client).json()["run"]
-    assert (found["saving"], found["stalled"]) == (0, 1) and found["statuses"] == {"committed": 1, "stalled": 1}
+    assert (found["saving"], found["stalled"]) == (0, 1) and found["statuses"] == {"complete": 1, "stalled": 1}
     [row] = [row for row in found["checkpoints"] if row["status"] == "stalled"]
     assert row["stalled"] and row["saved"] == 0.75 and "hangs or was killed" in row["waits_for"]
     assert client.get("/api/v1/live").json()["saving"] == 0

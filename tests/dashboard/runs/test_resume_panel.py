@@ -53,7 +53,7 @@ def test_newest_good_best_and_newest_verified_are_told_with_what_loads_them(serv
     client = serve(run)
     assert step_of(panel(client)["best"]) is None, "whether more is better is not known"
     found = panel(client, "?best=loss:min")
-    assert [step_of(found[kind]) for kind in ("newest", "best", "verified")] == [3, 2, None]
+    assert [step_of(found[kind]) for kind in ("newest", "best", "intact")] == [3, 2, None]
     best = found["best"]
     assert (best["metric"], best["mode"], best["value"]) == ("loss", "min", 1.5) and found["newest"]["metric"] is None
     names = {}
@@ -114,7 +114,7 @@ def test_what_is_intact_but_not_healthy_is_passed_over_and_named(serve, tmp_path
         assert manager.best("loss") == 10
     client = serve(run)
     found = panel(client, "?best=loss:min")
-    assert (step_of(found["newest"]), step_of(found["best"]), step_of(found["verified"])) == (10, 10, None)
+    assert (step_of(found["newest"]), step_of(found["best"]), step_of(found["intact"])) == (10, 10, None)
     assert [(one["step"], one["reason"]) for one in found["passed_over"]] == [
         (19, "2 elements of arrays NaN, first in w"),
         (18, "1 element of arrays NaN, first in w"),
@@ -140,7 +140,7 @@ def test_damaged_partial_and_abandoned_ones_are_no_good(serve, tmp_path):
         saved(9, 0, abandoned=True),
     ]
     facts = facts_of(*listed)
-    assert [pair and pair[0] for pair in (facts.newest, facts.verified)] == ["3", "2"]
+    assert [pair and pair[0] for pair in (facts.newest, facts.intact)] == ["3", "2"]
     ratings = [saved(n, n, metrics={"loss": value}) for n, value in ((1, float("nan")), (2, 2.0), (3, 2.0), (4, 3.0))]
     best = facts_of(*ratings, chosen=Best("loss")).best
     assert best is not None and best[0] == "2", "of equal ones the newest, which comes first"

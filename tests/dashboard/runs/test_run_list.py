@@ -1,18 +1,22 @@
 """The pages of runs: filters, orders, cursors, retention, ETags, and branches."""
 
+import json
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 import treeckpt as tc
-from tests.dashboard.helpers import page, steps
+from tests.dashboard.helpers import page, steps, under_way
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run, write_run
+from treeckpt._cli.main import main
 from treeckpt._core.format.files import PIN_NAME
 from treeckpt._io.storage.store import StoreTraits
+from treeckpt._runs.discovery import scan
 from treeckpt.policy import parse_keep
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page
 from treeckpt_dashboard.store.library import Library
@@ -61,7 +65,7 @@ def test_cursors_of_nobody_are_refused(serve, many, cursor):
 def test_filters_go_by_status_and_words(serve, tmp_path):
     client = serve(write_mixed_run(tmp_path / "run"))
     run = page(client).json()["run"]
-    assert run["statuses"] == {"committed": 2, "damaged": 2, "foreign": 2, "partial": 2}
+    assert run["statuses"] == {"complete": 2, "damaged": 2, "foreign": 2, "partial": 2}
     assert steps(page(client, "?status=damaged")) == [600, 500]
     assert steps(page(client, "?q=SPACE left")) == [400] and steps(page(client, "?q=00020")) == [200]
     none = page(client, "?q=nothing").json()["run"]
@@ -69,6 +73,34 @@ def test_filters_go_by_status_and_words(serve, tmp_path):
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert "None of the 8 directories" in client.get(f"/runs/{run['id']}?q=nothing").text
     assert client.get(f"/runs/{run['id']}?sort=-time&status=damaged").status_code == 200
+
+
+def test_lists_filters_metrics_and_the_command_count_the_same_states(serve, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
+    run, shard = write_mixed_run(tmp_path / "run"), next((tmp_path / "run/step_00000200").glob("shard-*"))
+    under_way(run / "step_00000700", [(500, "write")])
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the same size: only a verification finds it
+    assert main(["verify", str(run / "step_00000200")]) == 1 and main(["verify", str(run / "step_00000100")]) == 0
+    capsys.readouterr()
+    client = serve(run)
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    counts = {"complete": 1, "damaged": 3, "foreign": 2, "in_progress": 1, "partial": 2}
+    assert found["statuses"] == counts and (found["complete"], found["intact"]) == (1, 1)
+    assert (found["state"], found["newest_step"]) == ("in_progress", 100), "that of the run, not of one directory"
+    rows = {status: page(client, f"?status={status}").json()["run"]["checkpoints"] for status in counts}
+    assert {status: len(rows[status]) for status in counts} == counts
+    assert [row["step"] for row in page(client, "?q=intact").json()["run"]["checkpoints"]] == [100]
+    metrics = client.get("/metrics").text
+    assert all(f'status="{status}"}} {number}\n' in metrics for status, number in counts.items())
+    assert main(["ls", "--json", str(run)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {one["name"]: one["status"] for one in listed} == {row["name"]: name for name in rows for row in rows[name]}
+    assert [one["step"] for one in listed if one["intact"]] == [100]
+    assert Counter(info.status for info in scan(run)) == counts
+    text = client.get(f"/runs/{found['id']}").text
+    assert ">1<small>complete</small>" in text and ">3<small>damaged</small>" in text and "1 known to be intact" in text
+    assert "committed" not in text and "corrupt" not in text
 
 
 def test_reasons_are_those_of_retention_and_the_rest_goes_next(serve, tmp_path):
@@ -189,8 +221,8 @@ def test_a_cursor_of_a_run_that_went_back_goes_on_where_it_was(serve, tmp_path):
 def test_runs_give_every_checkpoint_newest_first(client):
     [run] = client.get("/api/v1/runs").json()["runs"]
     assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [
-        (700, "committed"), (600, "damaged"), (500, "damaged"), (400, "partial"), (300, "partial"), (200, "committed"),
-        (100, "committed"), (None, "foreign"), (None, "foreign"),
+        (700, "complete"), (600, "damaged"), (500, "damaged"), (400, "partial"), (300, "partial"), (200, "complete"),
+        (100, "complete"), (None, "foreign"), (None, "foreign"),
     ]  # fmt: skip
     assert (run["complete"], run["newest_step"], run["total"]) == (3, 700, 9)
     first = run["checkpoints"][0]

@@ -21,7 +21,7 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     size = page(client).json()["run"]["checkpoints"][0]["disk_nbytes"]
     usage = client.get("/api/v1/usage", params={"keep": "last:2 every:300"}).json()
     [run] = usage["runs"]
-    assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"committed": 6 * size}
+    assert usage["nbytes"] == run["nbytes"] == 6 * size and run["statuses"] == {"complete": 6 * size}
     assert {r["reason"]: (r["steps"], r["nbytes"], r["alone"]) for r in run["reasons"]} == {
         "newest": (1, size, 0),
         "one of the last 2": (2, 2 * size, size),
@@ -75,7 +75,7 @@ def test_usage_of_bad_directories_and_of_single_checkpoints(serve, tmp_path):
         "what no policy keeps, and failed"
     )
     assert first["problem"] is None
-    assert any("corrupt" in row["reason"] for row in first["left"])
+    assert any("damaged" in row["reason"] for row in first["left"])
     assert "by itself" in second["problem"] and client.get("/usage").status_code == 200
 
 
@@ -172,7 +172,7 @@ def test_metrics_are_prometheus_text_with_bounded_labels(serve, tmp_path):
             ), line
             name, value = line.rsplit(" ", 1)
             seen[name.replace('run="a\\"b\\\\c"', "R")] = float(value)
-    assert seen['treeckpt_checkpoints{R,status="committed"}'] == 2
+    assert seen['treeckpt_checkpoints{R,status="complete"}'] == 2
     assert seen['treeckpt_checkpoints{R,status="in_progress"}'] == 1
     assert seen["treeckpt_newest_step{R}"] == 200 and seen["treeckpt_save_written_bytes{R}"] == 500
     assert seen["treeckpt_runs"] == 1 and seen["treeckpt_newest_timestamp_seconds{R}"] == START_NS / 1e9 + 200

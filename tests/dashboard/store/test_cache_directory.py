@@ -33,7 +33,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, name):
     [file] = (tmp_path / "cache").glob(f"*/{name}")
     file.write_bytes(b"garbage" * 5000)
     second = client_of(tmp_path / "run", tmp_path / "cache")
-    assert second.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["status"] == "committed"
+    assert second.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["status"] == "complete"
     assert second.get(at).json() == wanted
 
 

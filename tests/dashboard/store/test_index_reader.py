@@ -37,7 +37,7 @@ def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_
     go_on = hold_readers(monkeypatch, tmp_path / "go on")
     client = client_of(large, tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
-    assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [(2, "reading"), (1, "committed")]
+    assert [(c["step"], c["status"]) for c in run["checkpoints"]] == [(2, "reading"), (1, "complete")]
     at = f"checkpoints/{run['checkpoints'][0]['id']}"
     first = client.get(f"/api/v1/{at}/tree")
     assert first.status_code == 202 and first.headers["retry-after"] == "1"
@@ -52,7 +52,7 @@ def test_a_large_index_is_read_by_another_process_while_pages_answer(large, tmp_
     page = client.get(f"/{at}")
     assert "Still loading" not in page.text and "optimizer" in page.text
     [run] = client.get("/api/v1/runs").json()["runs"]
-    assert [c["status"] for c in run["checkpoints"]] == ["committed"] * 2 and run["checkpoints"][0]["leaves"] == LEAVES
+    assert [c["status"] for c in run["checkpoints"]] == ["complete"] * 2 and run["checkpoints"][0]["leaves"] == LEAVES
 
     again = client_of(large, tmp_path)  # another server, the same cache
     assert again.get(f"/api/v1/{at}/tree").status_code == 200

@@ -134,7 +134,7 @@ def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
     with open(shard, "r+b") as file:
         file.truncate(100)
     now[0] = 2.0
-    assert runs_page(library).runs[0].statuses == {"committed": 2, "damaged": 1}
+    assert runs_page(library).runs[0].statuses == {"complete": 2, "damaged": 1}
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

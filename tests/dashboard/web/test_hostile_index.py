@@ -114,7 +114,7 @@ def test_good_checkpoints_are_shown_beside_hostile_ones(hostile):
     client, run = hostile
     assert len(run["checkpoints"]) == len(HOSTILE) + 1
     rows = {row["name"]: row for row in run["checkpoints"]}
-    assert rows["step_00000099"]["status"] == "committed"
+    assert rows["step_00000099"]["status"] == "complete"
     assert sum(row["status"] == "damaged" for row in rows.values()) >= 16
     for place in ("/", f"/runs/{run['id']}?sort=-bytes", "/live", "/usage?keep=last:1", "/metrics"):
         assert client.get(place).status_code == 200, place

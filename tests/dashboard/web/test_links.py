@@ -27,5 +27,5 @@ def test_files_that_are_links_out_of_the_run_are_shown_if_the_server_was_started
         identity, status = states[name]
         tree = client.get(f"/api/v1/checkpoints/{identity}/tree")
         page = client.get(f"/checkpoints/{identity}").text
-        assert status in (("committed",) if follow else ("unread", "foreign")), name
+        assert status in (("complete",) if follow else ("unread", "foreign")), name
         assert (tree.status_code, "secret" in page) == ((200, True) if follow else (404, False)), name

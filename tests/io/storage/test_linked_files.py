@@ -95,13 +95,13 @@ def test_commands_read_links_with_the_option(
     path, outside = linked
     paths = [str(path)] * (2 if command == "diff" else 1)
     assert main([command, *paths, "--follow-links"]) == 0
-    assert "corrupt" not in capsys.readouterr().out and "TREECKPT_FOLLOW_LINKS" not in os.environ
+    assert "damaged" not in capsys.readouterr().out and "TREECKPT_FOLLOW_LINKS" not in os.environ
     code = main([command, *paths])
     told = capsys.readouterr()
     if outside:
         assert "a link to" in told.out + told.err and (code or command == "ls")
     else:
-        assert code == 0 and "corrupt" not in told.out
+        assert code == 0 and "damaged" not in told.out
 
 
 def test_a_manager_restores_from_links_and_deletes_only_them(tmp_path: Path) -> None:

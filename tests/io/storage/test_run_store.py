@@ -145,7 +145,7 @@ def test_the_dashboard_reads_runs(far_run: str) -> None:
     client = testclient.TestClient(create_app([far_run]), base_url="http://127.0.0.1:8265")
     [found] = client.get("/api/v1/runs").json()["runs"]
     [row] = found["checkpoints"]
-    assert (row["name"], row["status"], row["step"]) == (step_name(7), "committed", 7)
+    assert (row["name"], row["status"], row["step"]) == (step_name(7), "complete", 7)
     assert "layer" in client.get(f"/api/v1/checkpoints/{row['id']}/tree").text
     assert client.get(f"/api/v1/checkpoints/{row['id']}/timing").status_code == 200
 

@@ -438,7 +438,7 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     except CheckpointNotFound:
         status = "partial"
     except CheckpointError as error:
-        status, problem = "corrupt", str(error)
+        status, problem = "damaged", str(error)
     return StepDirectory(
         step=0,
         created_ns=0,
