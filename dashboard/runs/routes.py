@@ -22,7 +22,8 @@ from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
     sort=Query(
-        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+        pattern=f"^({SORTS})$",
+        description="newest, oldest, bytes, time, step, status or metric:NAME, with a minus before it to reverse it",
     ),
     best=Query(
         max_length=500, description="the metric by which a checkpoint is the best, as `loss:min` or `accuracy:max`"

@@ -23,6 +23,7 @@ const readout = find("#treemap-text");
 const trail = find("#treemap-trail");
 const checkpoint = holder.dataset.checkpoint ?? "";
 const TITLE = 17;
+const LINE = 15; // pixels of a line of a name
 const LISTED = 500; // areas in the table
 const BOXES = 200; // of a map of the tree: a click shows what is in one
 const NAMED = 12; // parts in the legend
@@ -160,6 +161,20 @@ function write(g, text, x, y, room) {
   g.fillText(shown, x, y);
 }
 
+/**
+ * Breaks a name into lines behind its dots, slashes and underscores.
+ * @param {CanvasRenderingContext2D} g @param {string} text @param {number} room
+ */
+function broken(g, text, room) {
+  const lines = [""];
+  for (const part of text.split(/(?<=[./_ ])/)) {
+    const last = lines.length - 1;
+    if (!lines[last] || g.measureText(visible(lines[last] + part)).width <= room) lines[last] += part;
+    else lines.push(part);
+  }
+  return lines;
+}
+
 /** Draws the areas and their names. @param {CanvasRenderingContext2D} g */
 function paint(g) {
   fill(g);
@@ -175,11 +190,11 @@ function paint(g) {
       write(g, lines.join("/"), area.x0 + 5, area.y0 + h / 2, w - 10);
       continue;
     }
-    lines.forEach((line, at) => {
-      write(g, line, area.x0 + 5, area.y0 + 12 + 15 * at, w - 10);
+    const shown = lines.flatMap((line) => broken(g, line, w - 10)).slice(-Math.floor((h - 4) / LINE));
+    if (h >= 4 + LINE * (shown.length + 1)) shown.push(bytesText(page?.nbytes[area.box] ?? 0));
+    shown.forEach((line, at) => {
+      write(g, line, area.x0 + 5, area.y0 + 12 + LINE * at, w - 10);
     });
-    if (h >= 19 + 15 * lines.length)
-      write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 12 + 15 * lines.length, w - 10);
   }
   g.fillStyle = colour("--text");
   for (const area of areas.frames)

@@ -1,8 +1,8 @@
 """Treemaps of the bytes of a checkpoint: nested boxes by the tree, its parts, ranks, files or dtypes.
 
 A tree of a million leaves has more boxes than a screen has pixels. So the largest nodes are expanded first, until there
-are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent. Where that box would
-be larger than all others, it is divided into ranges of nodes of about equal sizes, which a map of its own shows.
+are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent. Where that box
+would be larger than all others, it is divided into ranges of nodes of about equal sizes, which a map of its own shows.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _by_tree(outline: Outline, node: str, count: int) -> list[TreemapBox]:
         sizes = [child.nbytes for child in children]
         shown = bisect_left(sizes, -smallest, hi=min(room, len(sizes)), key=operator.neg)
         if sum(sizes[shown:]) > max(sizes[:1], default=0) and room >= MIN_DIVIDED:
-            shown = min(shown, room // 2)
+            shown = bisect_left(sizes, -nbytes / room, hi=min(shown, room // 2), key=operator.neg)
         for child in children[:shown]:
             if child.kind != "leaf":
                 heapq.heappush(heap, (-child.nbytes, len(boxes), child))
@@ -279,7 +279,9 @@ def _by_group(
         where[at] = len(boxes)
         boxes.append(TreemapBox(0, names[at], int(sums[at])))
     for start, stop in divided(sizes, shown, count // 4) or [(shown, len(largest))] * (shown < len(largest)):
-        between = f"{names[largest[start]]} … {names[largest[stop - 1]]}" if start > shown or stop < len(largest) else ""
+        between = (
+            f"{names[largest[start]]} … {names[largest[stop - 1]]}" if start > shown or stop < len(largest) else ""
+        )
         boxes.append(TreemapBox(0, between, sum(sizes[start:stop]), more=stop - start))
     left = {at: int(sums[at]) for at in where}
     members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
@@ -289,7 +291,7 @@ def _by_group(
     by_size = by_size[(leaf[by_size] >= 0) & np.isin(group[by_size], list(where))]
     kept = room if len(by_size) <= room or room < MIN_DIVIDED else room // 2
     shown = by_size[:kept]
-    shown = shown[nbytes[shown] >= -(-total // MIN_SHARE)]
+    shown = shown[nbytes[shown] >= -(-total // (room if kept < room else MIN_SHARE))]
     rising = np.sort(leaf[shown]).tolist()
     paths = dict(zip(rising, outline.paths(rising), strict=True))
     most: dict[int, int] = {}
@@ -302,7 +304,9 @@ def _by_group(
     for at, rest in left.items():
         if not (rest and members[at]):
             continue
-        merged = by_size[len(shown) :][group[by_size[len(shown) :]] == at] if few and rest > most.get(at, 0) else shown[:0]
+        merged = (
+            by_size[len(shown) :][group[by_size[len(shown) :]] == at] if few and rest > most.get(at, 0) else shown[:0]
+        )
         boxes += _merged(outline, where[at], leaf[merged], nbytes[merged], most.get(at, 0), int(few * rest)) or [
             TreemapBox(where[at], "", rest, more=members[at])
         ]
