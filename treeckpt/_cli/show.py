@@ -118,11 +118,20 @@ def _show(options: argparse.Namespace) -> int:
         return 2
     if row.kind == "leaf":
         return _show_leaf(index, index.entries[row.first], options)
-    rows = _rows_below(outline, row, options.depth)
+    rows, left_out = _rows_below(outline, row, options.depth)
     if options.json:
         shown = [{name: part for name, part in msgspec.structs.asdict(row).items() if name != "number"} for row in rows]
         state = {"status": info.status, "intact": info.intact, "unhealthy": info.unhealthy}
-        print_json({**state, **index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": shown})
+        print_json(
+            {
+                **state,
+                **index_summary(index),
+                "pinned": info.pinned,
+                "saving": info.saving,
+                "rows": shown,
+                "left_out": left_out,
+            }
+        )
         return 0
     if not options.leaf:
         facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
@@ -132,6 +141,8 @@ def _show(options: argparse.Namespace) -> int:
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
     print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
+    if left_out:
+        print_line(f"and {left_out} more of these levels; name a PATH to see what is below it", "dim")
     return 0
 
 
@@ -175,14 +186,19 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
     ]
 
 
-def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
-    rows, waiting = list[OutlineRow](), [(row, 0)]
-    while waiting and len(rows) <= MAX_ROWS:
-        node, level = waiting.pop()
-        rows.append(node)
-        if level < max(depth, 1):
-            waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
-    return rows[1:]
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> tuple[list[OutlineRow], int]:
+    """Returns the nodes below one in the order of the tree, and how many children of these levels are left out.
+
+    There are MAX_ROWS at most, the upper levels first.
+    """
+    rows, level, left_out = list[OutlineRow](), [row], 0
+    for _ in range(max(depth, 1)):
+        parents, level = level, []
+        for node in parents:
+            level += outline.children(node.node, count=MAX_ROWS - len(rows) - len(level))
+        left_out += sum(node.children for node in parents) - len(level)
+        rows += level
+    return sorted(rows, key=lambda row: [int(number) for number in row.node.split(".")]), left_out
 
 
 def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
