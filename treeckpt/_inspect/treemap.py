@@ -73,10 +73,10 @@ def node_and_range(node: str) -> tuple[str, slice]:
     Raises:
         MismatchError: it names no range.
     """
-    name, _, given = node.partition(":")
-    start, _, stop = given.partition("-")
-    if not given:
+    name, colon, given = node.partition(":")
+    if not colon:
         return name, slice(None)
+    start, _, stop = given.partition("-")
     if not (start.isdecimal() and stop.isdecimal()):
         raise MismatchError(node, expected="a node, or a range of its children as 0.3:8-40", found="neither")
     return name, slice(int(start), int(stop))
