@@ -24,7 +24,8 @@ from .usage import CleanUpPlans, UsagePage, usage_page
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
     sort=Query(
-        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+        pattern=f"^({SORTS})$",
+        description="newest, oldest, bytes, time, step, status or metric:NAME, with a minus before it to reverse it",
     ),
     action=Query(description="start or cancel a scan"),
     best=Query(

@@ -44,8 +44,8 @@ FOREIGN_SECONDS = 60
 """Seconds of computing after which a process that reads files of another program is killed."""
 MEMORY = 4 << 30
 """Bytes of address space that a process may take beyond what it has at its start."""
-REQUEST_WAIT_SECONDS = 1.0
-"""Seconds for which a request waits for the process: most files are read by then, and their page needs no other."""
+REQUEST_WAIT_SECONDS = 0.3
+"""Seconds for which a request waits for the process, before its page shows that it reads, and how far it is."""
 MAX_OPEN = 8
 """Tables that stay open."""
 

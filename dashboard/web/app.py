@@ -172,4 +172,9 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {p['msg']}" for p in problems))
+    meanings = {one.name: one.field_info.description for one in request.scope["route"].dependant.query_params}
+    texts = [
+        f"expected {meanings[p['loc'][-1]]}, got {p['input']!r}" if p["type"] == "string_pattern_mismatch" else p["msg"]
+        for p in problems
+    ]
+    return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {t}" for p, t in zip(problems, texts, strict=True)))
