@@ -7,6 +7,7 @@ which no page is built.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 
 from fastapi import Query, Request
@@ -41,7 +42,7 @@ class NotModified(Exception):
         self.tag = tag
 
 
-def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
+def _check_tag(request: Request, library: Library, runs: Sequence[Run], more: str = "") -> None:
     """Sets the ETag of an answer about these runs.
 
     Raises:
@@ -50,11 +51,20 @@ def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
     given = request.headers.get("if-none-match", "")
     # a client that polls waits for what is new; one that opens a page wants to see it
     version = model.run_tag(library, runs, wait=1.0 if given else 0.0)
-    text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r}"
+    text = f"{request.app.state.boot} {version} {request.scope['path']} {request.scope['query_string']!r} {more}"
     tag = f'W/"{hashlib.blake2s(text.encode(), digest_size=8).hexdigest()}"'
     if tag in given:
         raise NotModified(tag)
     request.state.etag = tag
+
+
+def get_live(request: Request, library: Library, rates: live.SaveRates, start: int = 0) -> live.LivePage:
+    """Saves of every run that have not ended: those in progress, then the stalled ones, then those that were killed."""
+    library.start_scans(library.runs)
+    saving = any(info.saving for run in library.runs for _, info in library.checkpoints(run, wait=1.0))
+    # What a save waits for is said with seconds.
+    _check_tag(request, library, library.runs, f"{time.time() // live.SPELL:.0f}" if saving else "")
+    return live.live_page(library, rates, start)
 
 
 def get_runs(request: Request, library: Library, q: str = "") -> RunsPage | Response:
@@ -92,6 +102,6 @@ def show_metrics(library: Library) -> PlainTextResponse:
 router.get("/runs", get_runs, "runs.html", page="/", table="runs", result_type=RunsPage, q=NAME)
 router.get("/find", find_page, at=PLACE)
 router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
-router.get("/live", live.live_page, "live.html")
+router.get("/live", get_live, "live.html")
 router.get("/usage", usage.usage_page, "usage.html", table="runs")
 router.show("/metrics", show_metrics)
