@@ -70,7 +70,7 @@ def get_live(request: Request, library: Library, rates: live.SaveRates, start: i
 def get_runs(request: Request, library: Library, q: str = "") -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library.runs
-    if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
+    if len(runs) == 1 and not library.has_folders and not request.scope["path"].startswith("/api/"):
         query = request.url.query
         return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
     _check_tag(request, library, runs)

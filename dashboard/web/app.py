@@ -58,7 +58,7 @@ def create_app(
     """Creates the dashboard of these runs as an ASGI application.
 
     Args:
-        runs: directories of runs or of single checkpoints, or URLs of runs.
+        runs: directories of runs, of folders of runs or of single checkpoints, or URLs of runs or of folders of runs.
         token: the token that clients must send; None requires none.
         root_path: the path under which a proxy serves the dashboard.
         allowed_hosts: Host headers that are answered, with or without a port, compared exactly.

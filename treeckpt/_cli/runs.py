@@ -85,7 +85,7 @@ def _ls(options: argparse.Namespace) -> int:
             return usage_error(problem)
         listed += infos
         if not options.json:
-            runs |= _runs_among(infos)
+            runs |= {} if any(info.files != "foreign" for info in infos) else discovery.runs_in(open_run(run))
             others |= _others_among(run, infos)
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
@@ -116,14 +116,6 @@ def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
     facts = {name: part for name, part in msgspec.structs.asdict(info).items() if name != "files"}
     facts |= {"metrics": metrics, "unhealthy": info.unhealthy}
     return {"name": info.name, "status": info.status, "intact": info.intact} | facts
-
-
-def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
-    """Returns the steps of each directory that is a run itself, by its path, where no checkpoint was found."""
-    if any(info.status != "foreign" for info in found):
-        return {}
-    counts = {info.path: sum(map(is_step_name, open_run(info.path).names())) for info in found}
-    return {path: steps for path, steps in counts.items() if steps}
 
 
 def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[str, str]]:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server, lists, put_many, rounds
+from tests.helpers.large import write_many
+from tests.helpers.s3 import BUCKET
 from treeckpt._io.storage.object_store import ObjectRun
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.discovery import scan
@@ -114,3 +116,26 @@ def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -
     assert told == [(n, COUNT) for n in range(1, COUNT + 1)]
     log = server.log()
     assert len(log) == 1 + 2 * COUNT and rounds(log) <= 40
+
+
+def test_runs_in_a_folder_of_a_bucket_are_found_and_new_ones_appear(server: FarS3, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("treeckpt_dashboard.store.library.LOOK_SECONDS", 0.05)
+    server.set(latency=0.0, rules=[])
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    files = [path for path in write_many(tmp_path / "run", 1).rglob("*") if path.is_file()]
+    url = server.url()
+    key = url.removeprefix(f"s3://{BUCKET}/")
+
+    def put(name: str) -> None:
+        for file in files:
+            server.put(f"{key}/{name}/{file.relative_to(tmp_path / 'run')}", file.read_bytes())
+
+    put("first")
+    library = Library([url], cache=Cache(tmp_path / "cache"))
+    assert until(lambda: [run.name for run in library.runs] == ["first"])
+    put("second")
+    assert until(lambda: [run.name for run in library.runs] == ["first", "second"])
+    [run, _] = runs_page(library).runs
+    library.watches[run.id].refresh(wait=300)
+    assert runs_page(library).runs[0].complete == 1 and runs_page(library).runs[0].path == f"{url}/first"
