@@ -6,7 +6,9 @@ No deadlines, which shared machines miss, and the same examples each time, so th
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 gc.disable()  # until all is collected
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Has each worker import a share of the modules before all: each is compiled by one of them, not by all of 6.
+
+    In a fresh checkout workers that collect in the same order compile the same module at the same time.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    first, step = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted(ROOT.rglob("test_*.py"))[first::step]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection tells of it
+            importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

@@ -18,6 +18,7 @@ from treeckpt._core.text import region_text
 from treeckpt._inspect.outline import Outline
 
 from ..pages.checkpoints import PAGE_ROWS, next_start
+from ..pages.damage import Damage
 from ..store.library import NotFound
 
 MAX_CHUNKS = 1 << 18
@@ -49,6 +50,8 @@ class ChunkRow(msgspec.Struct, frozen=True):
     name: str
     start: int
     stop: int
+    damaged: bool
+    """Whether any of these bytes is known to be damaged."""
 
 
 class ChunksPage(msgspec.Struct, frozen=True):
@@ -128,7 +131,9 @@ def _interval(text: str, size: int) -> tuple[int, int]:
     return low, high
 
 
-def chunks_page(outline: Outline, number: int, start: int = 0, *, region: Region | None = None) -> ChunksPage:
+def chunks_page(
+    outline: Outline, damage: Damage, number: int, start: int = 0, *, region: Region | None = None
+) -> ChunksPage:
     """A page of the chunks of an array.
 
     They are in row-major order; with a `region`, only those with elements of it.
@@ -148,6 +153,7 @@ def chunks_page(outline: Outline, number: int, start: int = 0, *, region: Region
             name=at.file.name,
             start=at.start,
             stop=at.stop,
+            damaged=damage.of_bytes(at.file.name, at.start, at.stop),
         )
         for at in located[start : start + PAGE_ROWS]
     ]
@@ -171,7 +177,9 @@ class MapPage(msgspec.Struct, frozen=True):
     """Number of regions that are not drawn."""
     missing: int
     """Elements of the plane that are in no region; 0 if not all regions are drawn."""
-    overlaps: list[list[int]]
+    damaged: list[int] = []
+    """The positions of the boxes of which bytes are known to be damaged."""
+    overlaps: list[list[int]] = []
     """[top, left, bottom, right] of parts that are in two regions; no save writes such regions."""
 
 
@@ -196,7 +204,14 @@ def positions(at: str) -> list[int]:
 
 
 def map_page(
-    outline: Outline, number: int, y: int | None = None, x: int | None = None, at: str = "", *, most: int = MAX_BOXES
+    outline: Outline,
+    damage: Damage,
+    number: int,
+    y: int | None = None,
+    x: int | None = None,
+    at: str = "",
+    *,
+    most: int = MAX_BOXES,
 ) -> MapPage:
     """The regions of an array on the plane of two of its dimensions.
 
@@ -210,9 +225,7 @@ def map_page(
     leaf, place = leaf_of(index, number), positions(at)
     names, sizes = map_dims(index, leaf)
     if not sizes:
-        return MapPage(
-            [], [], y=None, x=None, at=[], rows=0, columns=0, boxes=[], files={}, more=0, missing=0, overlaps=[]
-        )
+        return MapPage([], [], y=None, x=None, at=[], rows=0, columns=0, boxes=[], files={}, more=0, missing=0)
     x = _along(x, sizes, len(sizes) - 1)
     y = _along(y, sizes, next((d for d in reversed(range(len(sizes))) if d != x), None), x)
     where = [place[d] if d < len(place) and 0 <= place[d] < n else 0 for d, n in enumerate(sizes)]
@@ -243,6 +256,7 @@ def map_page(
         files=files,
         more=more,
         missing=missing,
+        damaged=[n for n, (_, at) in enumerate(drawn[:most]) if damage.of_bytes(at.file.name, at.start, at.stop)],
         overlaps=overlaps,
     )
 

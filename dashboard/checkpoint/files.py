@@ -17,7 +17,7 @@ from treeckpt._io.os_errors import shows_damage
 from treeckpt._io.storage.checkpoint import Checkpoint, read_sidecar
 from treeckpt._io.storage.shard_reader import verify_shard
 from treeckpt._io.storage.store import Store
-from treeckpt._runs.verification import MAX_PROBLEMS
+from treeckpt._runs.verification import MAX_PROBLEMS, DamagedPart
 from treeckpt.errors import LayoutError, TreeckptError, visible
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OwnTree, filled, next_start, shorten
@@ -82,6 +82,8 @@ class ExtentRow(msgspec.Struct, frozen=True):
     region: str
     start: int
     stop: int
+    damaged: bool
+    """Whether any of these bytes is known to be damaged."""
 
 
 class FilePage(msgspec.Struct, frozen=True):
@@ -102,6 +104,8 @@ class StripPage(msgspec.Struct, frozen=True):
     nbytes: int
     groups: list[str]
     segments: list[list[int]]
+    damaged: list[list[int]]
+    """[first byte, byte past the last] of what is known to be damaged."""
 
 
 class ChecksumsPage(msgspec.Struct, frozen=True):
@@ -111,6 +115,8 @@ class ChecksumsPage(msgspec.Struct, frozen=True):
     name: str
     start: int
     stop: int
+    tested: int
+    """Where the bytes end of which `problem` names some; `stop` without one."""
     nbytes: int
     """Bytes of all data of the shard."""
     next: int | None
@@ -131,9 +137,9 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
     """Returns the rows of the shards with these numbers."""
     files = tree.index.file_list
     largest = max((file.nbytes for file in files), default=0)
-    sizes, found = tree.checkpoint.folder.sizes(), tree.row.verification
-    damaged = {part.file: part.text for part in reversed(found.problems)} if found is not None else {}
-    unread = {part.file: part.text for part in reversed(found.unread)} if found is not None else {}
+    sizes, found = tree.checkpoint.folder.sizes(), tree.checkpoint.info.verification
+    damaged = {part.file: visible(part.text) for part in reversed(found.problems)} if found is not None else {}
+    unread = {part.file: visible(part.text) for part in reversed(found.unread)} if found is not None else {}
     # of very many problems only the first are kept
     all_known = (
         found is not None
@@ -145,14 +151,14 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
     for number in numbers:
         file = files[number]
         state: FileState = "not verified"
-        problem = damaged.get(visible(file.name))
+        problem = damaged.get(file.name)
         size, wanted = sizes.get(file.name), file.header + file.nbytes
         if size is None or size < wanted:
             state = "missing" if size is None else "cut short"
             problem = f"there is no such file in {tree.row.name}" if size is None else f"{size} of {wanted} bytes"
         elif problem is not None:
             state = "damaged"
-        elif (text := unread.get(visible(file.name))) is not None:
+        elif (text := unread.get(file.name)) is not None:
             state, problem = "unread", text
         elif found is not None and all_known and (found.complete or found.unread):
             # every shard was compared: those that no problem names are intact
@@ -211,8 +217,16 @@ def file_page(tree: OwnTree, number: int, start: int = 0) -> FilePage:
     index = tree.index
     file = _file_of(index, number)
     extents = _extents(index, file)
+    damage = tree.damage
     rows = [
-        ExtentRow(e.leaf, shorten(index.entries[e.leaf].path), region_text(e.region), e.start, e.stop)
+        ExtentRow(
+            e.leaf,
+            shorten(index.entries[e.leaf].path),
+            region_text(e.region),
+            e.start,
+            e.stop,
+            damage.of_bytes(file.name, e.start, e.stop),
+        )
         for e in extents[start : start + PAGE_ROWS]
     ]
     following = next_start(start, len(extents))
@@ -245,6 +259,7 @@ def strip_page(tree: OwnTree, number: int) -> StripPage:
         file.header + file.nbytes,
         groups,
         [[0, file.header, 0], *segments, *_unused(file, extents, len(groups) - 1)],
+        [[one.start, one.stop] for one in tree.damage.bad if one.file == file.name][:MAX_SEGMENTS],
     )
 
 
@@ -293,15 +308,17 @@ def checksums_page(tree: OwnTree, number: int, start: int = 0) -> ChecksumsPage:
         except (TreeckptError, OSError) as error:
             if not shows_damage(error):
                 raise
-            high, problem = low, visible(str(error))
+            problem = visible(str(error))
         following = high if problem is None and high < file.nbytes else None
+        stop = high if problem is None else low
         return ChecksumsPage(
-            number, file.name, start=low, stop=high, nbytes=file.nbytes, next=following, problem=problem
+            number, file.name, start=low, stop=stop, tested=high, nbytes=file.nbytes, next=following, problem=problem
         )
 
     page = tree.read(compare, problem_of=attrgetter("problem"))
     if page.problem:
-        keep_damage(tree, page.name, page.problem)
+        header = _file_of(tree.index, number).header
+        keep_damage(tree, DamagedPart(page.name, page.problem, header + page.start, header + page.tested))
     return page
 
 

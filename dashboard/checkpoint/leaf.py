@@ -25,6 +25,7 @@ from treeckpt._core.text import blob_text, count_text, layout_text, placement_te
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, peek_blob
+from treeckpt._runs.nan_scan import ElementPlace, element_place
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, map_dims, parse_region, stored_leaf
@@ -88,6 +89,11 @@ class LeafPage(msgspec.Struct, frozen=True):
     """Bytes of the largest download."""
     numbers: LeafNumbers | None
     """The statistics of all its elements; None if they are not known."""
+    damaged: bool
+    """Whether bytes that it needs are known to be damaged."""
+    first_nan: ElementPlace | None
+    """The first element that is NaN; None without one, or if it is not known."""
+    first_infinite: ElementPlace | None
 
 
 def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> LeafPage:
@@ -107,7 +113,11 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> 
     except ValueError as error:
         problem = str(error)
     row = statistics.row_of(base.path) if statistics is not None else None
-    chunks = chunks_page(outline, number, start, region=wanted) if leaf.spec else None
+    moments = statistics.row(row) if statistics is not None and row is not None else None
+    firsts = (moments.first_nan, moments.first_infinite) if moments is not None else ()
+    places = [element_place(index, base, at) for at in firsts] or [None, None]
+    damage = tree.damage
+    chunks = chunks_page(outline, damage, number, start, region=wanted) if leaf.spec else None
     # another program's array whose bytes are in no file as they are has no place on a map
     drawn = checkpoint.format is None or (chunks is not None and all(row.file != NO_FILE for row in chunks.rows))
     dims, sizes = map_dims(index, leaf) if drawn else ([], [])
@@ -115,7 +125,7 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> 
         checkpoint=checkpoint,
         leaf=number,
         path=shorten(leaf.path),
-        above=[node_row(index, row) for row in outline.way_to_leaf(number)[1:-1]],
+        above=[node_row(index, damage, row) for row in outline.way_to_leaf(number)[1:-1]],
         kind=KINDS.get(type(leaf.record), "array"),
         dtype=leaf.spec.dtype if leaf.spec else None,
         shape=list(leaf.spec.shape) if leaf.spec else None,
@@ -136,7 +146,10 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "") -> 
         forms=file_forms(index, number),
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
-        numbers=leaf_numbers(statistics.row(row)) if statistics is not None and row is not None else None,
+        numbers=leaf_numbers(moments) if moments is not None else None,
+        damaged=damage.holds(number),
+        first_nan=places[0],
+        first_infinite=places[1],
     )
 
 

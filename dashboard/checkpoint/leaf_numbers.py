@@ -10,6 +10,7 @@ import msgspec
 from treeckpt._core.text import json_number
 from treeckpt._inspect.numbers import Moments
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.nan_scan import known_statistics
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import OpenTree
@@ -66,11 +67,7 @@ class LeafSteps(msgspec.Struct, frozen=True):
 
 def statistics_of(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
     """Returns the statistics of a checkpoint's arrays; None if none are known of its files as they are now."""
-    verified = info.verification
-    if verified is None or verified.changed or not verified.ok:
-        return None
-    statistics = library.cache.statistics.find(info.path, info.save_id)
-    return statistics if statistics is not None and statistics.head.fingerprint == verified.fingerprint else None
+    return known_statistics(info, library.cache.statistics)
 
 
 def summarize(found: LeafStatistics) -> ContentsSummary:

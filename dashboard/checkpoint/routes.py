@@ -64,12 +64,13 @@ def get_verify(
     checkpoint_id: str,
     action: Literal["", "start", "cancel"] = "",
     then: Literal["verify", "contents"] = "verify",
+    start: int = 0,
 ) -> VerifyPage | Response:
-    """What is known of the bytes, and the verification that runs; `action` starts or cancels it."""
+    """What is known of the bytes, all that is damaged, and the verification that runs: `action` starts, cancels it."""
     check_same_site(request, action)
     if action == "cancel":
         jobs.cancel(checkpoint_id)
-    page = jobs.page(checkpoint_id, start=action == "start")
+    page = jobs.page(checkpoint_id, start, start=action == "start")
     if action and not request.scope["path"].startswith("/api/"):  # so that a reload does not repeat it
         return RedirectResponse(then, 303)
     return page
@@ -94,6 +95,6 @@ router.get(f"{CHECKPOINT}/files", files.files_page, "files.html", table="rows")
 router.get(FILE, files.file_page, "file.html", table="rows")
 router.get(f"{FILE}/strip", files.strip_page)
 router.get(f"{FILE}/checksums", files.checksums_page, start=POSITION)
-router.get(f"{CHECKPOINT}/verify", get_verify, "verify.html", result_type=VerifyPage)
+router.get(f"{CHECKPOINT}/verify", get_verify, "verify.html", result_type=VerifyPage, table="rows")
 router.get(f"{CHECKPOINT}/contents", contents.contents_page, "contents.html", table="rows")
 router.get(f"{CHECKPOINT}/balance", files.balance_page)

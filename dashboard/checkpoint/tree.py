@@ -17,7 +17,17 @@ from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, treemap_of
 from treeckpt_dashboard.checkpoint.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start, per_rank_keyword, shorten
+from ..pages.checkpoints import (
+    PAGE_ROWS,
+    CheckpointRow,
+    OpenTree,
+    checkpoint_row,
+    filled,
+    next_start,
+    per_rank_keyword,
+    shorten,
+)
+from ..pages.damage import Damage
 from ..store.library import Library
 from .leaf_numbers import ContentsSummary, summary_of
 
@@ -65,6 +75,8 @@ class NodeRow(msgspec.Struct, frozen=True):
     """The number of a leaf; None for other nodes."""
     text: str
     """What it is, in a few words."""
+    damaged: int
+    """Leaves of it that are known to be damaged."""
 
 
 class TreePage(msgspec.Struct, frozen=True):
@@ -110,7 +122,7 @@ class SnippetPage(msgspec.Struct, frozen=True):
     snippet: str
 
 
-def node_row(index: Index, row: OutlineRow) -> NodeRow:
+def node_row(index: Index, damage: Damage, row: OutlineRow) -> NodeRow:
     """Returns the row of one node."""
     leaf = index.entries[row.first] if row.kind == "leaf" else None
     return filled(
@@ -121,6 +133,7 @@ def node_row(index: Index, row: OutlineRow) -> NodeRow:
         share=row.nbytes / index.nbytes if index.nbytes else 0.0,
         leaf=row.first if leaf is not None else None,
         text=leaf_text(index, leaf) if leaf is not None else _container_text(row),
+        damaged=damage.count(row.first, row.first + row.leaves),
     )
 
 
@@ -129,7 +142,7 @@ def _container_text(row: OutlineRow) -> str:
     return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
 
 
-def _found_row(index: Index, leaf: Leaf) -> NodeRow:
+def _found_row(index: Index, damage: Damage, leaf: Leaf) -> NodeRow:
     """Returns the row of a leaf that a search found, without its position in the tree."""
     nbytes = leaf.nbytes
     share = nbytes / index.nbytes if index.nbytes else 0.0
@@ -146,10 +159,11 @@ def _found_row(index: Index, leaf: Leaf) -> NodeRow:
         share=share,
         leaf=leaf.number,
         text=leaf_text(index, leaf),
+        damaged=int(damage.holds(leaf.number)),
     )
 
 
-def tree_page(outline: Outline, node: str = "", start: int = 0) -> TreePage:
+def tree_page(outline: Outline, damage: Damage, node: str = "", start: int = 0) -> TreePage:
     """A page of the children of a node.
 
     Raises:
@@ -161,27 +175,29 @@ def tree_page(outline: Outline, node: str = "", start: int = 0) -> TreePage:
         rows = [shown]
     index = outline.index
     return TreePage(
-        node=node_row(index, shown),
-        above=[node_row(index, row) for row in above],
+        node=node_row(index, damage, shown),
+        above=[node_row(index, damage, row) for row in above],
         start=start,
         next=next_start(start, shown.children),
-        rows=[node_row(index, row) for row in rows],
+        rows=[node_row(index, damage, row) for row in rows],
     )
 
 
-def search_page(outline: Outline, q: str, start: int = 0) -> SearchPage:
+def search_page(outline: Outline, damage: Damage, q: str, start: int = 0) -> SearchPage:
     """Leaves by the words of their path; `start` is the number of a leaf."""
     leaves, following = outline.search(q, start=start, count=PAGE_ROWS)
-    return SearchPage(q, start, following, [_found_row(outline.index, leaf) for leaf in leaves])
+    return SearchPage(q, start, following, [_found_row(outline.index, damage, leaf) for leaf in leaves])
 
 
-def leaves_page(outline: Outline, q: str = "", dtype: str = "", larger: int = 0, start: int = 0) -> SearchPage:
+def leaves_page(
+    outline: Outline, damage: Damage, q: str = "", dtype: str = "", larger: int = 0, start: int = 0
+) -> SearchPage:
     """Leaves by the words of their path, their dtype and their size; `start` is the number of a leaf.
 
     A filtered page may be short, or empty, and still have a next one: a request reads at most SCANNED leaves.
     """
     if not dtype and not larger:
-        return search_page(outline, q, start)
+        return search_page(outline, damage, q, start)
     rows = []
     following: int | None = start
     while following is not None and following < start + SCANNED:
@@ -191,7 +207,7 @@ def leaves_page(outline: Outline, q: str = "", dtype: str = "", larger: int = 0,
                 continue
             if len(rows) == PAGE_ROWS:
                 return SearchPage(q, start, leaf.number, rows)
-            rows.append(_found_row(outline.index, leaf))
+            rows.append(_found_row(outline.index, damage, leaf))
     return SearchPage(q, start, following, rows)
 
 
@@ -224,6 +240,7 @@ def checkpoint_page(
             row, None, leaves=None, nbytes=None, metadata=[], groups=[], tree=None, found=None, contents=None
         )
     outline = library.outline(opened)
+    damage = OpenTree(library, opened, row, outline).damage
     metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
     return CheckpointPage(
         checkpoint=row,
@@ -232,8 +249,8 @@ def checkpoint_page(
         nbytes=outline.index.nbytes,
         metadata=[Fact(shorten(name), value_type(value), value_text(value, 1000)) for name, value in metadata],
         groups=_groups(outline),
-        tree=tree_page(outline, node, 0 if q else start),
-        found=search_page(outline, q, start) if q.strip() else None,
+        tree=tree_page(outline, damage, node, 0 if q else start),
+        found=search_page(outline, damage, q, start) if q.strip() else None,
         contents=summary_of(library, opened.info),
     )
 
@@ -264,6 +281,8 @@ class FoldRow(msgspec.Struct, frozen=True):
     """Characters between the name of the block and the rest of a child's key: 1 for a dot, 0 if there is no rest."""
     leaves: int
     nbytes: int
+    damaged: list[int]
+    """Leaves of each block that are known to be damaged."""
 
 
 class FoldsPage(msgspec.Struct, frozen=True):
@@ -276,7 +295,7 @@ class FoldsPage(msgspec.Struct, frozen=True):
     folds: list[FoldRow]
 
 
-def folds_page(outline: Outline, node: str = "") -> FoldsPage:
+def folds_page(outline: Outline, damage: Damage, node: str = "") -> FoldsPage:
     """Repeated blocks among the children of a node, equal except for their number.
 
     Raises:
@@ -288,7 +307,7 @@ def folds_page(outline: Outline, node: str = "") -> FoldsPage:
         return FoldsPage(node, above.children, dtypes, [])
     rows = outline.children(above, count=MAX_CHILDREN)
     folds = find_repeated_blocks([row.key for row in rows], [_content_key(outline, row) for row in rows])
-    return FoldsPage(node, above.children, dtypes, [_fold_row(fold, rows) for fold in folds])
+    return FoldsPage(node, above.children, dtypes, [_fold_row(fold, damage, rows) for fold in folds])
 
 
 def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
@@ -301,8 +320,9 @@ def _content_key(outline: Outline, row: OutlineRow, depth: int = 0) -> Hashable:
     return row.kind, row.cls, tuple((child.key, _content_key(outline, child, depth + 1)) for child in inner)
 
 
-def _fold_row(fold: RepeatedBlocks, rows: list[OutlineRow]) -> FoldRow:
+def _fold_row(fold: RepeatedBlocks, damage: Damage, rows: list[OutlineRow]) -> FoldRow:
     inside = rows[fold.start : fold.stop]
+    blocks = [inside[at : at + fold.length] for at in range(0, len(inside), fold.length)]
     return FoldRow(
         start=fold.start,
         stop=fold.stop,
@@ -312,6 +332,7 @@ def _fold_row(fold: RepeatedBlocks, rows: list[OutlineRow]) -> FoldRow:
         skip=1 if fold.length > 1 or inside[0].key != fold.name(0) else 0,
         leaves=sum(row.leaves for row in inside),
         nbytes=sum(row.nbytes for row in inside),
+        damaged=[damage.count(block[0].first, block[-1].first + block[-1].leaves) for block in blocks],
     )
 
 
@@ -333,9 +354,13 @@ class TreemapPage(msgspec.Struct, frozen=True):
     """The node that a box stands for, or whose smallest children it combines."""
     more: list[int]
     """Number of smaller boxes that a box combines."""
+    damaged: list[int]
+    """The boxes of leaves that are known to be damaged."""
 
 
-def treemap_page(outline: Outline, by: TreemapKey = "tree", node: str = "", count: int = 20_000) -> TreemapPage:
+def treemap_page(
+    outline: Outline, damage: Damage, by: TreemapKey = "tree", node: str = "", count: int = 20_000
+) -> TreemapPage:
     """Bytes as nested boxes.
 
     Raises:
@@ -356,4 +381,5 @@ def treemap_page(outline: Outline, by: TreemapKey = "tree", node: str = "", coun
         leaves=[box.leaf for box in boxes],
         nodes=[box.node for box in boxes],
         more=[box.more for box in boxes],
+        damaged=[at for at, box in enumerate(boxes) if box.leaf >= 0 and damage.holds(box.leaf)],
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.local_store import for_reading
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._runs.statistics_store import StatisticsStore
@@ -28,7 +29,17 @@ from treeckpt._runs.verification import (
 from treeckpt.errors import visible
 from treeckpt.reports import Problem
 
-from ..pages.checkpoints import CheckpointRow, OwnTree, checkpoint_row, filled
+from ..pages.checkpoints import (
+    PAGE_ROWS,
+    CheckpointRow,
+    OpenTree,
+    OwnTree,
+    checkpoint_row,
+    filled,
+    next_start,
+    shorten,
+)
+from ..pages.damage import NO_DAMAGE, Damage
 from ..store.cache import Cache
 from ..store.jobs import Failed, JobProgress, JobQueue, JobState, ProcessJob, ReadPrinter, folder_at, place_of, send
 from ..store.library import Library, NotFound, OpenCheckpoint
@@ -109,6 +120,21 @@ class VerifyJob(msgspec.Struct, frozen=True):
         return self.state in ("waiting", "running")
 
 
+class DamageRow(msgspec.Struct, frozen=True):
+    """Damaged bytes, and one of the leaves that they make unreadable."""
+
+    file: str
+    number: int | None
+    """The number of the shard; None for another file, as the index."""
+    start: int
+    stop: int
+    leaf: int | None
+    """None where no leaf needs the bytes."""
+    path: str
+    text: str
+    """What is wrong."""
+
+
 class VerifyPage(msgspec.Struct, frozen=True):
     """A checkpoint, what the last verification of it found (`checkpoint.verification`), and the present one."""
 
@@ -119,6 +145,12 @@ class VerifyPage(msgspec.Struct, frozen=True):
     job: VerifyJob | None
     contents: ContentsSummary | None
     """What the statistics that it computed say; None if none are known."""
+    start: int
+    next: int | None
+    total: int
+    """How many rows there are."""
+    rows: list[DamageRow]
+    """All that is known to be damaged."""
 
 
 class _Job(ProcessJob):
@@ -165,17 +197,51 @@ class _Job(ProcessJob):
             shards=self.at.shards,
             rate=rate,
             eta=(self.nbytes - self.done) / rate if rate and self.open else None,
-            problems=[DamagedPart(visible(one.file), visible(one.text)) for one in self.problems],
+            problems=[
+                DamagedPart(visible(o.file), visible(o.text), o.start, o.stop) for o in self.problems[:PAGE_ROWS]
+            ],
             error=visible(self.error) if self.error else None,
         )
 
 
-def keep_damage(tree: OwnTree, file: str, text: str) -> None:
-    """Keeps that a shard is damaged, which was found while something else was done with it."""
+def keep_damage(tree: OwnTree, part: DamagedPart) -> None:
+    """Keeps that bytes of a shard are damaged, which was found while something else was done with it."""
     checkpoint, save_id = tree.checkpoint, tree.checkpoint.info.save_id or ""
     fingerprint = fingerprint_of(checkpoint.folder.entries(), save_id)
-    damage = found_part(save_id, fingerprint, [DamagedPart(file, text)], by=this_user("dashboard"))
+    damage = found_part(save_id, fingerprint, [part], by=this_user("dashboard"))
     tree.library.cache.verifications.record(checkpoint.folder, damage, beside=False)
+
+
+def _damage_rows(damage: Damage, outline: Outline | None, found: Verification | None) -> list[DamageRow]:
+    """Returns a row for each damaged range and leaf; those of other files than shards come last."""
+    index, rows, shards = outline.index if outline is not None else None, list[DamageRow](), set[str]()
+    if index is not None:
+        numbers = {file.name: number for number, file in enumerate(index.file_list)}
+        shards = {one.file for one in damage.bad}
+        paths: dict[tuple[str, int, int], list[int]] = {}
+        for leaf, parts in damage.parts:
+            for part in parts:
+                paths.setdefault((part.file, part.start, part.stop), []).append(leaf)
+        for one in damage.bad:
+            leaves = paths.get((one.file, one.start, one.stop)) or [None]
+            rows += [
+                DamageRow(
+                    file=visible(one.file),
+                    number=numbers[one.file],
+                    start=one.start,
+                    stop=one.stop,
+                    leaf=leaf,
+                    path="" if leaf is None else shorten(index.entries[leaf].path),
+                    text=visible(one.why),
+                )
+                for leaf in leaves
+            ]
+    others = [part for part in (found.problems if found is not None else ()) if part.file not in shards]
+    rows += [
+        filled(DamageRow, part, file=visible(part.file), number=None, leaf=None, path="", text=visible(part.text))
+        for part in others
+    ]
+    return rows
 
 
 class VerifyJobs(JobQueue[_Job]):
@@ -190,10 +256,11 @@ class VerifyJobs(JobQueue[_Job]):
         job = self.get(checkpoint_id)
         return job.shown() if job is not None else None
 
-    def page(self, checkpoint_id: str, *, start: bool = False) -> VerifyPage:
+    def page(self, checkpoint_id: str, first: int = 0, *, start: bool = False) -> VerifyPage:
         """Returns what is known of a checkpoint's bytes.
 
         Args:
+            first: the first row of the damage.
             start: starts a job for the checkpoint, unless one waits or runs.
 
         Raises:
@@ -206,9 +273,17 @@ class VerifyJobs(JobQueue[_Job]):
             if info.save_id is None or info.leaves is None:
                 raise NotFound(f"There is nothing to verify: {info.error or 'it has no index'}")
             shown = self.add(checkpoint_id, lambda: _Job(self._library.cache, checkpoint)).shown()
+        row = checkpoint_row(checkpoint_id, checkpoint.run, info)
+        outline = self._library.outline(checkpoint) if info.leaves is not None else None
+        damage = OpenTree(self._library, checkpoint, row, outline).damage if outline is not None else NO_DAMAGE
+        rows = _damage_rows(damage, outline, info.verification)
         return VerifyPage(
-            checkpoint=checkpoint_row(checkpoint_id, checkpoint.run, info),
-            shards=len(self._library.outline(checkpoint).index.file_list) if info.leaves is not None else None,
+            checkpoint=row,
+            shards=len(outline.index.file_list) if outline is not None else None,
+            start=first,
+            next=next_start(first, len(rows)),
+            total=len(rows),
+            rows=rows[first : first + PAGE_ROWS],
             running=shown is not None and shown.open,
             job=shown,
             contents=summary_of(self._library, info),

@@ -20,7 +20,7 @@ from treeckpt._core.text import json_number
 from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import comparable, diff
 from treeckpt._inspect.outline import Outline, words_in
-from treeckpt._inspect.ranking import LayerChange, layer_changes, relative_changes
+from treeckpt._inspect.ranking import LayerChange, is_optimizer_state, layer_changes, relative_changes
 from treeckpt._io.storage.local_store import for_reading
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._io.storage.wrapped_store import CountingStore
@@ -36,6 +36,8 @@ from ..store.library import Library, NotFound
 from .diff import OpenPair
 
 ChangesBy = Literal["array", "layer"]
+ChangesPart = Literal["parameters", "optimizer", "all"]
+"""What is ranked: what is no state of an optimizer, that state, or both together."""
 KEPT_COMPARISONS = 4
 """Comparisons whose order stays in memory."""
 
@@ -106,6 +108,9 @@ class ChangesPage(msgspec.Struct, frozen=True):
     error: str | None
     """Why it could not be measured."""
     by: ChangesBy
+    part: ChangesPart
+    parts: dict[ChangesPart, int]
+    """How many arrays each part has."""
     q: str
     start: int
     next: int | None
@@ -113,6 +118,7 @@ class ChangesPage(msgspec.Struct, frozen=True):
     changed: int
     """Arrays of which a bit differs."""
     layers: int
+    """Layers of the part."""
     rows: list[ChangeRow]
 
 
@@ -127,18 +133,31 @@ class _Ranked:
         self.columns, self._a, self._b = columns, a, b
         self._relative = relative_changes(columns["before"], columns["change"], columns["not_finite"])
         self._order = np.lexsort((-columns["changed"], -self._relative))
-
-    def order(self, q: str) -> np.ndarray:
-        """Returns the rows whose path contains all words, the largest relative change first."""
-        if not q.strip():
-            return self._order
-        wanted = np.fromiter(self._b.matches(q), np.int64)
-        return self._order[np.isin(self.columns["leaf_b"][self._order], wanted)]
+        self._layers: dict[ChangesPart, list[LayerChange]] = {}
 
     @cached_property
-    def layers(self) -> list[LayerChange]:
-        entries = self._a.index.entries
-        return layer_changes((entries[number].path for number in self.columns["leaf_a"].tolist()), self.columns)
+    def parts(self) -> dict[ChangesPart, np.ndarray]:
+        """Whether each row is in a part."""
+        entries, numbers = self._b.index.entries, self.columns["leaf_b"].tolist()
+        optimizer = np.fromiter((is_optimizer_state(entries[number].path) for number in numbers), bool, len(numbers))
+        return {"parameters": ~optimizer, "optimizer": optimizer, "all": np.ones_like(optimizer)}
+
+    def order(self, part: ChangesPart, q: str) -> np.ndarray:
+        """Returns the rows of a part whose path contains all words, the largest relative change first."""
+        order = self._order[self.parts[part][self._order]]
+        if not q.strip():
+            return order
+        wanted = np.fromiter(self._b.matches(q), np.int64)
+        return order[np.isin(self.columns["leaf_b"][order], wanted)]
+
+    def layers(self, part: ChangesPart) -> list[LayerChange]:
+        """Returns the layers of the arrays of a part, the largest relative change first."""
+        if part not in self._layers:
+            rows, entries = np.flatnonzero(self.parts[part]), self._a.index.entries
+            columns = {name: column[rows] for name, column in self.columns.items()}
+            paths = (entries[number].path for number in columns["leaf_a"].tolist())
+            self._layers[part] = layer_changes(paths, columns)
+        return self._layers[part]
 
     @cached_property
     def changed(self) -> int:
@@ -217,7 +236,9 @@ class ChangeJobs(JobQueue[_ChangeJob]):
         return ranked
 
 
-def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, start: int) -> ChangesPage:
+def changes_page(
+    changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, part: ChangesPart, q: str, start: int
+) -> ChangesPage:
     """Returns what changed most between two checkpoints, from position `start` on.
 
     Args:
@@ -227,12 +248,12 @@ def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, 
     rows: list[ChangeRow] = []
     total = 0
     if ranked is not None and by == "array":
-        matching = ranked.order(q)
+        matching = ranked.order(part, q)
         total = len(matching)
         rows = [ranked.array_row(row) for row in matching[start : start + PAGE_ROWS].tolist()]
     elif ranked is not None:
         holds = words_in(q)
-        layers = [one for one in ranked.layers if holds(one.layer.casefold())]
+        layers = [one for one in ranked.layers(part) if holds(one.layer.casefold())]
         total = len(layers)
         rows = [_layer_row(one) for one in layers[start : start + PAGE_ROWS]]
     return ChangesPage(
@@ -243,11 +264,13 @@ def changes_page(changes: ChangeJobs, pair: OpenPair, *, by: ChangesBy, q: str, 
         share=job.share if job is not None else 0.0,
         error=visible(job.error) if job is not None and job.error else None,
         by=by,
+        part=part,
+        parts={name: int(rows.sum()) for name, rows in ranked.parts.items()} if ranked is not None else {},
         q=q,
         start=start,
         next=next_start(start, total),
         arrays=len(ranked.columns["change"]) if ranked is not None else 0,
         changed=ranked.changed if ranked is not None else 0,
-        layers=len(ranked.layers) if ranked is not None else 0,
+        layers=len(ranked.layers(part)) if ranked is not None else 0,
         rows=rows,
     )

@@ -12,7 +12,7 @@ from ..pages.answers import PageRouter, check_same_site
 from ..pages.checkpoints import checkpoint_row
 from ..pages.render import render
 from ..store.library import Library, NotFound
-from .changes import ChangeJobs, ChangesBy, ChangesPage, changes_page
+from .changes import ChangeJobs, ChangesBy, ChangesPage, ChangesPart, changes_page
 from .diff import Comparisons, DeltaRow, DiffPage, Show, diff_page, open_pair, previous_of
 from .reshard import reshard_page
 
@@ -28,6 +28,7 @@ router = PageRouter(
     pair=Query(ge=0, le=1 << 53, description="arrays to compare element by element"),
     read=Query(description="read contents that checksums cannot compare"),
     by=Query(description="arrays, or layers with all their arrays as one vector"),
+    part=Query(description="parameters, the state of the optimizer, or both together"),
     action=Query(description="start or cancel reading both checkpoints"),
     mesh=Query(max_length=100, description="sizes of the target mesh, as `2x4`"),
     names=Query(max_length=200, description="names of its dimensions, as `dp,tp`"),
@@ -67,6 +68,7 @@ def get_changes(
     a: str,
     b: str,
     by: ChangesBy = "array",
+    part: ChangesPart = "parameters",
     q: str = "",
     start: int = 0,
     action: Action = "",
@@ -78,7 +80,7 @@ def get_changes(
         changes.start(both)
     elif action == "cancel":
         changes.cancel(f"{a} {b}")
-    return changes_page(changes, both, by=by, q=q, start=start)
+    return changes_page(changes, both, by=by, part=part, q=q, start=start)
 
 
 def show_changes(
@@ -87,6 +89,7 @@ def show_changes(
     a: str = "",
     b: str = "",
     by: ChangesBy = "array",
+    part: ChangesPart = "parameters",
     q: str = "",
     start: int = 0,
     action: Action = "",
@@ -95,7 +98,7 @@ def show_changes(
     a, b = _newest_two(changes.library, a, b)
     if not (a and b):
         return RedirectResponse("../diff", 303)
-    page = get_changes(request, changes, a, b, by=by, q=q, start=start, action=action)
+    page = get_changes(request, changes, a, b, by=by, part=part, q=q, start=start, action=action)
     if action:  # so that a reload does not repeat it
         return RedirectResponse(f"changes?{urlencode({'a': a, 'b': b})}", 303)
     request.state.links, request.state.chosen = router.links["/diff/changes"], {"a": a, "b": b}

@@ -29,6 +29,7 @@ from treeckpt._inspect.outline import Outline
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound
 from .checkpoints import OpenTree, OwnTree, open_checkpoint, open_tree
+from .damage import Damage
 from .render import render
 
 MAX_ROWS = 100_000
@@ -246,8 +247,8 @@ class PageRouter:
 
     A function says by its arguments what it needs. The type of an argument that is a class stands for what the
     application has of that class (`app.state.services`), for the request, or for the checkpoint of the address:
-    `OpenTree` and its `Outline`, or `OwnTree` where another program's checkpoint has no such page. Arguments of other
-    types are parameters of requests, but for those by keyword alone.
+    `OpenTree`, its `Outline` and its `Damage`, or `OwnTree` where another program's checkpoint has no such page.
+    Arguments of other types are parameters of requests, but for those by keyword alone.
 
     A function may set `request.state.etag`, the ETag of its answer. `request.state.links` has the addresses of the
     JSON, and of the CSV where there is a table, of what it answers; they are relative to the dashboard's root.
@@ -331,7 +332,7 @@ class PageRouter:
         asked += [p for p in needs if p.name not in given]
 
         def build(request: Request, **parameters: Any) -> Any:
-            services = {name: _given(request, kind, parameters) for name, kind in given.items()}
+            services = _services(request, given, parameters)
             return function(**services, **{name: value for name, value in parameters.items() if name in names})
 
         def respond(request: Request, **parameters: Any) -> Response:
@@ -360,16 +361,16 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _given(request: Request, kind: type, parameters: Mapping[str, Any]) -> Any:
-    """Returns what an argument of a class gets."""
-    if kind is Request:
-        return request
-    if kind is OwnTree:
-        return open_checkpoint(library_of(request), parameters["checkpoint_id"])
-    if kind in (OpenTree, Outline):
-        tree = open_tree(library_of(request), parameters["checkpoint_id"])
-        return tree if kind is OpenTree else tree.outline
-    return request.app.state.services[kind]
+def _services(request: Request, given: Mapping[str, type], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what arguments of a class get, by name. The checkpoint of a request is opened once."""
+    known: dict[type, Any] = {Request: request}
+    kinds = set(given.values())
+    if kinds & {OwnTree, OpenTree, Outline, Damage}:
+        opener = open_checkpoint if OwnTree in kinds else open_tree
+        tree = opener(library_of(request), parameters["checkpoint_id"])
+        known |= {OwnTree: tree, OpenTree: tree, Outline: tree.outline}
+        known |= {Damage: tree.damage} if Damage in kinds else {}
+    return {name: known[kind] if kind in known else request.app.state.services[kind] for name, kind in given.items()}
 
 
 def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:

@@ -28,6 +28,7 @@ from treeckpt.errors import CheckpointError, visible
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
 from ..store.library import Library, NotFound, OpenCheckpoint, Run
+from .damage import NO_DAMAGE, Damage, damage_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -44,7 +45,7 @@ MAX_NAME = 2000
 
 
 class VerificationRow(VerificationResult, frozen=True, kw_only=True):
-    """What a verification of a checkpoint found."""
+    """What a verification of a checkpoint found; of the problems the first PAGE_ROWS, the page `verify` has all."""
 
     ok: bool
     """Whether every byte was compared, and is intact."""
@@ -196,7 +197,7 @@ def _shown_save(info: CheckpointInfo) -> SaveUnderWay | None:
 
 def _verification_row(found: Verification) -> VerificationRow:
     problems, unread = (
-        [DamagedPart(visible(part.file), visible(part.text)) for part in parts]
+        [DamagedPart(visible(part.file), visible(part.text), part.start, part.stop) for part in parts[:PAGE_ROWS]]
         for parts in (found.problems, found.unread)
     )
     ended = iso_time(found.ended_ns)
@@ -225,6 +226,14 @@ class OpenTree(msgspec.Struct, frozen=True, eq=False):
     def index(self) -> Index:
         """The index of the checkpoint."""
         return self.outline.index
+
+    @property
+    def damage(self) -> Damage:
+        """What is known to be damaged."""
+        if self.row.format is not None:
+            return NO_DAMAGE
+        found, folder = self.checkpoint.info.verification, self.checkpoint.folder
+        return damage_of(self.outline, found, folder.sizes())
 
     def read(self, read: Callable[[Store, Index], T], *, problem_of: Callable[[T], object] = lambda _: None) -> T:
         """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""

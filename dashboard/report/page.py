@@ -46,6 +46,7 @@ from treeckpt.errors import CheckpointNotFound, TreeckptError
 
 from ..checkpoint.chunks import map_page
 from ..checkpoint.tree import treemap_page
+from ..pages.damage import NO_DAMAGE
 from ..timing.model import waterfall_data
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([^"]+)";\n', re.M)
@@ -301,7 +302,7 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     """Draws treemaps of the largest leaves, and lists the largest nodes."""
     drawings.modules.append("treemap.js")
     for by in GROUPINGS:
-        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, by, count=AREAS)
+        drawings.answers[f"checkpoints/{HERE}/treemap?by={by}"] = treemap_page(outline, NO_DAMAGE, by, count=AREAS)
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
@@ -332,7 +333,7 @@ def _maps(outline: Outline, drawings: Drawings) -> list[Html]:
     options: list[Html] = []
     for leaf in largest:
         address = f"checkpoints/{HERE}/leaves/{leaf.number}/map"
-        drawings.answers[address] = map_page(outline, leaf.number, most=MAX_REGIONS)
+        drawings.answers[address] = map_page(outline, NO_DAMAGE, leaf.number, most=MAX_REGIONS)
         assert leaf.spec is not None, "arrays only are drawn"
         about = f"{leaf.path} · {leaf.spec.dtype} {shape_text(leaf.spec.shape)} · {layout_text(layout_of(index, leaf))}"
         options.append(el("option", about, value=leaf.number))

@@ -17,6 +17,7 @@ from ..pages.answers import PageRouter
 from ..store.library import Library, Run
 from . import live, model, usage
 from .finder import find_page
+from .first_nan import NanPage, get_first_nan
 from .metrics import metrics_text
 from .model import SORTS, ListQuery, RunPage, RunsPage, StatusFilter
 
@@ -25,6 +26,7 @@ router = PageRouter(
     sort=Query(
         pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
     ),
+    action=Query(description="start or cancel a scan"),
     best=Query(
         max_length=500, description="the metric by which a checkpoint is the best, as `loss:min` or `accuracy:max`"
     ),
@@ -102,6 +104,7 @@ def show_metrics(library: Library) -> PlainTextResponse:
 router.get("/runs", get_runs, "runs.html", page="/", table="runs", result_type=RunsPage, q=NAME)
 router.get("/find", find_page, at=PLACE)
 router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
+router.get("/runs/{run_id}/first-nan", get_first_nan, "first_nan.html", result_type=NanPage)
 router.get("/live", get_live, "live.html")
 router.get("/usage", usage.usage_page, "usage.html", table="runs")
 router.show("/metrics", show_metrics)

@@ -13,7 +13,7 @@ const EDGE = { left: 54, top: 22, right: 10, bottom: 6 };
  * @type {{
  *   dims: string[], sizes: number[], y: number | null, x: number | null, at: number[], rows: number,
  *   columns: number, boxes: number[][], files: Record<string, string>, more: number, missing: number,
- *   overlaps: number[][],
+ *   overlaps: number[][], damaged: number[],
  * } | null}
  */
 let map = null;
@@ -64,6 +64,17 @@ const place = (box, s) => [
   (box[2] - box[0]) * s.y,
 ];
 
+/**
+ * Marks a region with damaged bytes: hatched, in a frame.
+ * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
+ */
+function mark(g, x, y, w, h) {
+  hatch(g, x, y, w, h, colour("--card"), 6, 0.9);
+  g.strokeStyle = colour("--gap");
+  g.lineWidth = 2;
+  g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
+}
+
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
   g.clearRect(0, 0, width, height);
@@ -90,6 +101,10 @@ function draw(g, width, height) {
       g.strokeRect(x + 1.5, y + 1.5, Math.max(1, bw - 3), Math.max(1, bh - 3));
     }
   });
+  for (const at of map.damaged) {
+    const [x, y, bw, bh] = place(map.boxes[at], s);
+    mark(g, x, y, Math.max(2, bw), Math.max(2, bh));
+  }
   for (const cut of map.overlaps) {
     const [x, y, bw, bh] = place(cut, s);
     g.fillStyle = colour("--gap");
@@ -186,7 +201,8 @@ function select(item) {
   const [rank, file, start, stop] = box.slice(4);
   const bytes = `bytes ${numberText(start)} to ${numberText(stop)} (${bytesText(stop - start)})`;
   const where = `[${ranges.join(", ")}]${foreign ? "" : ` written by rank ${rank}${held}`}`;
-  readout.textContent = `${where} · file ${file}, ${bytes}`;
+  const harm = map.damaged.includes(item) ? " · damaged" : "";
+  readout.textContent = `${where} · file ${file}, ${bytes}${harm}`;
 }
 
 function summary() {
@@ -200,6 +216,7 @@ function summary() {
     map.missing ? `${countText(map.missing, "element is", "elements are")} in no chunk` : "",
     map.overlaps.length ? `chunks overlap in ${countText(map.overlaps.length, "place")}` : "",
   ].filter(Boolean);
+  if (map.damaged.length) troubles.push(`${countText(map.damaged.length, "region is", "regions are")} damaged`);
   if (map.more) troubles.push(`${countText(map.more, "more is", "more are")} not drawn`);
   return [count, names.join(", "), ...troubles].join(" · ");
 }
@@ -228,6 +245,8 @@ function describe() {
   }
   if (map.missing)
     entries.push({ text: "gap: no chunk holds this", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--gap"), 4, 1) });
+  if (map.damaged.length)
+    entries.push({ text: "damaged: bytes differ or are missing", draw: (g) => mark(g, 0, 0, 13, 13) });
   if (map.overlaps.length)
     entries.push({
       text: "overlap: two chunks hold this",

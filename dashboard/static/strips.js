@@ -5,7 +5,7 @@
 import { api, bytesText, find, reason } from "./dom.js";
 import { colour, fillBox, follow, hatch, legend } from "./canvas.js";
 
-/** @typedef {{ file: number, nbytes: number, groups: string[], segments: number[][] }} Strip */
+/** @typedef {{ file: number, nbytes: number, groups: string[], segments: number[][], damaged: number[][] }} Strip */
 
 const holder = find("#strips");
 const known = find("#strip-legend");
@@ -25,6 +25,16 @@ function segment(g, group, last, x, w, h) {
   if (group === last) hatch(g, x, 0, w, h, colour("--dim"), 5, 0.8);
 }
 
+/**
+ * Marks damaged bytes.
+ * @param {CanvasRenderingContext2D} g @param {number} x @param {number} w @param {number} h
+ */
+function mark(g, x, w, h) {
+  g.fillStyle = colour("--gap");
+  g.fillRect(x, 0, w, h);
+  hatch(g, x, 0, w, h, colour("--card"), 6, 0.8);
+}
+
 /** @param {HTMLCanvasElement} canvas @param {Strip} strip */
 function show(canvas, strip) {
   const share = Math.max(0.004, Number(canvas.dataset.share) || 1);
@@ -38,26 +48,33 @@ function show(canvas, strip) {
       const s = (width * share) / strip.nbytes;
       for (const [start, stop, group] of strip.segments)
         segment(g, group, last, start * s, Math.max(0.5, (stop - start) * s), height);
+      for (const [start, stop] of strip.damaged) mark(g, start * s, Math.max(2, (stop - start) * s), height);
     },
   })();
   canvas.addEventListener("pointermove", (event) => {
     const at = (event.offsetX / (canvas.clientWidth * share)) * strip.nbytes;
     const found = strip.segments.find(([start, stop]) => at >= start && at < stop);
+    const bad = strip.damaged.some(([start, stop]) => at >= start && at < stop);
     canvas.title = found
-      ? `${strip.groups[found[2]]}: bytes ${found[0]} to ${found[1]} (${bytesText(found[1] - found[0])})`
+      ? `${bad ? "damaged: " : ""}${strip.groups[found[2]]}: ` +
+        `bytes ${found[0]} to ${found[1]} (${bytesText(found[1] - found[0])})`
       : "";
   });
-  if (known.childElementCount) return;
+  if (strip.damaged.length) known.dataset.damaged = "1";
+  else if (known.childElementCount) return;
   const used = new Set(strip.segments.map(([, , group]) => group));
   legend(
     known,
-    strip.groups
+    [...strip.groups
       .map((text, group) => ({ text, group }))
       .filter(({ group }) => used.has(group) || (group && group < last - 1))
       .map(({ text, group }) => ({
         text,
         draw: (/** @type {CanvasRenderingContext2D} */ g) => segment(g, group, last, 0, 13, 13),
       })),
+      ...(known.dataset.damaged
+        ? [{ text: "damaged", draw: (/** @type {CanvasRenderingContext2D} */ g) => mark(g, 0, 13, 13) }]
+        : [])],
   );
 }
 

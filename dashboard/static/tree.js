@@ -96,6 +96,7 @@ function rowElement(item, number, { hrefOf, nbytes }) {
       ? make("a", { href: hrefOf(row), tabindex: "-1", title: name }, name)
       : make("span", { title: name }, name),
     item.times ? make("span", { class: "times" }, `×${item.times}`) : null,
+    row?.damaged ? make("span", { class: "harm" }, leaf ? "damaged" : `${numberText(row.damaged)} damaged`) : null,
   );
   const what = row ? describe(row) : "";
   if (row && !row.share && nbytes) row.share = row.nbytes / nbytes;

@@ -10,7 +10,7 @@ import { api } from "./dom.js";
  * A node as the server sends it.
  * @typedef {{
  *   node: string, key: string, path: string, kind: string, children: number, leaves: number, nbytes: number,
- *   share: number, leaf: number | null, text: string,
+ *   share: number, leaf: number | null, text: string, damaged: number,
  * }} Row
  */
 /**
@@ -109,7 +109,7 @@ export async function setOpen(item, open, failed) {
  * the rest of a child's key.
  * @typedef {{
  *   start: number, stop: number, blocks: number, title: string, names: string[], skip: number, leaves: number,
- *   nbytes: number,
+ *   nbytes: number, damaged: number[],
  * }} Fold
  */
 
@@ -199,18 +199,19 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
   /** @param {string} node @param {Fold} fold @returns {Content} */
   function foldItem(node, fold) {
     const length = (fold.stop - fold.start) / fold.blocks;
-    /** @param {string} key @param {number} blocks @param {number} children @returns {Row} */
-    const summary = (key, blocks, children) => ({
+    /** @param {string} key @param {number[]} damaged of each block @param {number} children @returns {Row} */
+    const summary = (key, damaged, children) => ({
       node: "",
       key,
       path: "",
       kind: "fold",
       children,
-      leaves: (fold.leaves / fold.blocks) * blocks,
-      nbytes: (fold.nbytes / fold.blocks) * blocks,
+      leaves: (fold.leaves / fold.blocks) * damaged.length,
+      nbytes: (fold.nbytes / fold.blocks) * damaged.length,
       share: 0,
       leaf: null,
-      text: blocks > 1 ? `${blocks} equal blocks` : "block",
+      text: damaged.length > 1 ? `${damaged.length} equal blocks` : "block",
+      damaged: damaged.reduce((sum, count) => sum + count, 0),
     });
     /** @param {number} block @returns {Content} */
     const blockItem = (block) => {
@@ -218,7 +219,7 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
       const name = fold.names[block];
       if (length === 1 && !fold.skip) return nodeItem(node, from);
       return {
-        row: () => summary(name, 1, length),
+        row: () => summary(name, [fold.damaged[block]], length),
         name: () => name,
         times: 0,
         real: false,
@@ -226,7 +227,7 @@ export function nodesOf(checkpoint, fetched, failed, offer) {
       };
     };
     return {
-      row: () => summary(fold.title, fold.blocks, fold.blocks),
+      row: () => summary(fold.title, fold.damaged, fold.blocks),
       name: () => fold.title,
       times: fold.blocks,
       real: false,

@@ -2,13 +2,14 @@
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
 import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
 import { isReport, reason, recalled, remember, tableOf, visible } from "./dom.js";
-import { colour, fillName, fillOf, follow, ink, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
+import { colour, fillName, fillOf, follow, hatch, ink, legend, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
  * @typedef {{
  *   by: string, node: string, path: string, total: number, above: string[][], parents: number[], names: string[],
  *   nbytes: number[], leaves: number[], nodes: string[], more: number[],
+ *   damaged: number[],
  * }} Page
  */
 /**
@@ -112,6 +113,17 @@ function write(g, text, x, y, room) {
   g.fillText(shown, x, y);
 }
 
+/**
+ * Marks a damaged leaf: hatched, in a frame.
+ * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
+ */
+function mark(g, x, y, w, h) {
+  hatch(g, x, y, w, h, colour("--gap"), 6, 0.9);
+  g.strokeStyle = colour("--gap");
+  g.lineWidth = 2;
+  g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
+}
+
 /** Draws the areas and their names. @param {CanvasRenderingContext2D} g */
 function paint(g) {
   fill(g);
@@ -129,6 +141,9 @@ function paint(g) {
       g.globalAlpha = 1;
     }
   }
+  const harmed = new Set(page?.damaged);
+  for (const { box, x0, y0, x1, y1 } of harmed.size ? areas.leaves : [])
+    if (harmed.has(box)) mark(g, x0, y0, Math.max(2, x1 - x0), Math.max(2, y1 - y0));
   g.fillStyle = colour("--text");
   for (const area of areas.frames)
     write(
@@ -189,7 +204,8 @@ selectable(canvas, {
     }
     const nbytes = page.nbytes[area.box];
     const percent = ((100 * nbytes) / page.total).toPrecision(3);
-    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %`, point);
+    const harm = page.damaged.includes(area.box) ? " · damaged" : "";
+    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %${harm}`, point);
   },
 });
 
@@ -254,7 +270,12 @@ function showTable(page) {
     const href = hrefOf(page, box);
     const text = pathOf(box);
     return [
-      make("th", { scope: "row", class: "mono" }, href ? make("a", { href }, text) : text),
+      make(
+        "th",
+        { scope: "row", class: "mono" },
+        href ? make("a", { href }, text) : text,
+        page.damaged.includes(box) ? make("span", { class: "harm" }, "damaged") : null,
+      ),
       make("td", { class: "n" }, bytesText(nbytes[box])),
       make("td", { class: "n" }, `${((100 * nbytes[box]) / (total || 1)).toPrecision(3)} %`),
     ];
@@ -275,6 +296,9 @@ async function show(by, node) {
   chosen = -1;
   drawn = "";
   crumbs();
+  const marks = document.querySelector("#treemap-legend");
+  if (marks instanceof HTMLElement)
+    legend(marks, page.damaged.length ? [{ text: "damaged leaf", draw: (g) => mark(g, 0, 0, 13, 13) }] : []);
   redraw();
   showTable(page);
   readout.textContent = summary();

@@ -38,7 +38,11 @@ BATCH = 256
 """Summaries that are written in one transaction."""
 
 T = TypeVar("T")
-_DECODERS: dict[str, Any] = {"summary": msgspec.json.Decoder(Summary), "took": msgspec.json.Decoder(ReducedTimings)}
+_DECODERS: dict[str, Any] = {
+    "summary": msgspec.msgpack.Decoder(Summary),
+    "took": msgspec.msgpack.Decoder(ReducedTimings),
+}
+"""Of MessagePack: JSON has no NaN, which a metric may be."""
 
 
 def key_of(url: str, entry: DirectoryEntry) -> str:
@@ -131,7 +135,7 @@ class Cache:
                 return _DECODERS[key[1]].decode(row[0])
         result = read()
         with self._lock:
-            self._unwritten.append((digest, msgspec.json.encode(result)))
+            self._unwritten.append((digest, msgspec.msgpack.encode(result)))
         if len(self._unwritten) >= BATCH:
             self.flush()
         return result

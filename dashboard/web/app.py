@@ -28,6 +28,7 @@ from ..pages.answers import TableTooLong, describe_responses, is_api, json_respo
 from ..pages.checkpoints import loading_page
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
+from ..runs.first_nan import NanJobs
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
 from ..runs.routes import NotModified
@@ -75,7 +76,8 @@ def create_app(
     )
     library = app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     jobs = app.state.verify_jobs = VerifyJobs(library)
-    services = (library, jobs, ChangeJobs(library), Comparisons(library), SaveRates(), TrendTables(library))
+    queues = jobs, NanJobs(library), ChangeJobs(library)
+    services = (library, *queues, Comparisons(library), SaveRates(), TrendTables(library))
     app.state.services = {type(one): one for one in services}
     app.state.boot = secrets.token_hex(8)
     app.state.templates = templates()
@@ -114,7 +116,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    for kind in (VerifyJobs, ChangeJobs, Library):
+    for kind in (VerifyJobs, NanJobs, ChangeJobs, Library):
         app.state.services[kind].close()
 
 

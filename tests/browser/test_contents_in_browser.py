@@ -56,6 +56,22 @@ def test_one_click_tells_whether_a_nan_is_anywhere(watched, address, accessible)
     expect_phone_width(page)
 
 
+def test_the_first_nan_of_a_run_is_one_click_away(watched, address, accessible):
+    page = watched(address)
+    page.get_by_role("button", name="Find the first NaN").click()
+    expect(page.get_by_text("Step 3 is the first with NaN: none of the 2 steps before it has any.")).to_be_visible()
+    row = page.get_by_role("region", name="First NaN: arrays").locator("tbody tr")
+    expect(row).to_contain_text("[3, 4]")
+    expect(row).to_contain_text("byte")
+    accessible(page, "the first NaN")
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect_phone_width(page)
+    row.get_by_role("link", name="model/layers.1.v").click()
+    expect(page.get_by_text("First NaN at [3, 4]")).to_be_visible()
+    page.get_by_role("link", name="run", exact=True).click()
+    expect(page.get_by_role("link", name=re.compile("^Newest good: 2"))).to_be_visible()
+
+
 def test_an_array_is_drawn_over_the_steps(watched, address, accessible):
     page = watched(address)
     page.get_by_role("link", name="step 2").click()

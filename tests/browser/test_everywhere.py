@@ -40,6 +40,7 @@ PLACES = [
     "api",
     "{r}",
     "{r}/trends",
+    "{r}/first-nan",
 ]
 """An address of each page: of a checkpoint at `c`, of a run at `r`."""
 

@@ -259,6 +259,22 @@ def test_one_click_tells_whether_a_checkpoint_is_intact_and_every_page_shows_it(
     page.get_by_role("link", name="Files").click()
     name = page.locator(".shard").filter(has_text="damaged").locator("h3")
     assert name.bounding_box()["height"] < 60, "the message leaves room for the file's name"
+    expect(page.locator(".shard").get_by_text("intact", exact=True)).to_have_count(3)
+    expect(page.locator("#strip-legend")).to_contain_text("damaged")
+    page.get_by_role("link", name="Tree", exact=True).click()
+    harmed = page.get_by_role("treeitem").filter(has_text="damaged")
+    expect(harmed.first).to_contain_text("6 damaged")
+    harmed.first.click()
+    expect(harmed).not_to_have_count(1)
+    page.get_by_role("button", name="rank", exact=True).click()
+    expect(page.locator("#treemap-legend")).to_have_text("damaged leaf")
+    page.get_by_role("link", name="All damage").click()
+    page.get_by_role("region", name="What is damaged").get_by_role("link", name="model/").first.click()
+    expect(page.get_by_text("This leaf is damaged.")).to_be_visible()
+    expect(page.locator("#map-legend")).to_contain_text("damaged: bytes differ or are missing")
+    expect(page.locator("#map-text")).to_contain_text("1 region is damaged")
+    expect(page.get_by_role("region", name="Chunks").locator("tbody tr").filter(has_text="damaged")).to_have_count(1)
+    accessible(page, "a damaged leaf")
 
 
 def test_three_dimensions_have_axis_pickers(page):

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.helpers.corruption import flip
+from tests.helpers.large import write_large_checkpoint
 from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
 from treeckpt._cli.command import EXIT_CODES
 from treeckpt._cli.main import main, new_parser
@@ -240,6 +241,14 @@ def test_show_says_which_bytes_are_damaged_beside_what_it_knows(cli, tmp_path):
         file.truncate(5000)
     text = cli("show", tmp_path / "c", "model/wte.weight", code=1)
     assert "dp: Shard(0)" in text and "treeckpt: " in text and name in text and "bytes" in text
+
+
+def test_show_of_many_leaves_names_the_upper_levels_and_how_many_are_left_out(cli, tmp_path):
+    write_large_checkpoint(tmp_path / "c", leaves=8000)
+    text = cli("show", tmp_path / "c")
+    assert re.search(r"^model +dict +2000", text, re.M) and re.search(r"^optimizer +dict +6000", text, re.M)
+    assert "and 1003 more of these levels; name a PATH to see what is below it" in text
+    assert json.loads(cli("show", tmp_path / "c", "--json"))["left_out"] == 1003
 
 
 def test_rows_of_show_as_json_have_these_fields(cli, run):

@@ -41,7 +41,7 @@ def interrupt() -> None:
 
 
 def hold() -> None:
-    print(json.dumps(["held", os.getpid()]), flush=True)
+    tell("held", os.getpid())
     signal.sigwait([signal.SIGUSR1])
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     signal.signal(signal.SIGCHLD, ended)
     for line in sys.stdin:
-        print(json.dumps(["forked", in_fork(*json.loads(line))]), flush=True)
+        tell("forked", in_fork(*json.loads(line)))
 
 
 def ended(number: int, frame: object) -> None:
@@ -133,7 +133,12 @@ def ended(number: int, frame: object) -> None:
             return
         if not pid:
             return
-        os.write(1, json.dumps(["ended", pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+        tell("ended", pid, os.waitstatus_to_exitcode(status))
+
+
+def tell(*words: object) -> None:
+    """Writes a whole line at once: the end of a fork may be told between any two calls of the main program."""
+    os.write(1, json.dumps(words).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from treeckpt._inspect.ranking import layer_changes, layer_of, relative_changes
+from treeckpt._inspect.ranking import is_optimizer_state, layer_changes, layer_of, relative_changes
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,24 @@ from treeckpt._inspect.ranking import layer_changes, layer_of, relative_changes
 )
 def test_a_layer_is_named_up_to_the_first_number(path, layer):
     assert layer_of(path) == layer
+
+
+@pytest.mark.parametrize(
+    ("path", "is_state"),
+    [
+        ("optimizer/state/7/exp_avg", True),
+        ("optim.state.layers.0.weight.exp_avg_sq", True),
+        ("optimizers/0/w", True),
+        ("emb/slots/exp_avg", True),
+        ("state/3/momentum_buffer", True),
+        ("model/layers.0.weight", False),
+        ("model/suboptimal.weight", False),
+        ("model/exp_avgs", False),
+        ("", False),
+    ],
+)
+def test_optimizer_state_is_told_by_a_key_of_the_path(path, is_state):
+    assert is_optimizer_state(path) is is_state
 
 
 def columns(pairs):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from treeckpt._core.sharding.dtypes import numpy_dtype
-from treeckpt._inspect.numbers import BATCH, Moments, merged, moments_of
+from treeckpt._inspect.numbers import BATCH, Moments, merged, moments_of, placed
 
 
 def raw(array):
@@ -45,7 +45,18 @@ DTYPES = st.sampled_from(["f4", "f8", "f2", "i8", "u1", "c8", "?"])
 
 @given(hnp.arrays(DTYPES, st.integers(0, 60)))
 def test_statistics_are_those_of_numpy(array):
-    expect_of_numpy(moments_of(raw(array), array.dtype.name), as_float(array))
+    found, numbers = moments_of(raw(array), array.dtype.name), as_float(array)
+    expect_of_numpy(found, numbers)
+    places = [np.flatnonzero(bad(numbers)).tolist() for bad in (np.isnan, np.isinf)]
+    assert [found.first_nan, found.first_infinite] == [place[0] if place else -1 for place in places]
+
+
+def test_the_first_nan_of_many_batches_is_found():
+    numbers = np.zeros(3 * BATCH, np.float32)
+    numbers[[BATCH + 5, 2 * BATCH]], numbers[7] = np.nan, -np.inf
+    found = moments_of(raw(numbers), "float32")
+    assert (found.first_nan, found.first_infinite) == (BATCH + 5, 7)
+    assert placed(found, lambda at: 2 * at).first_nan == 2 * BATCH + 10 and placed(Moments(), abs) == Moments()
 
 
 @given(hnp.arrays(DTYPES, st.integers(0, 60)), st.lists(st.integers(0, 60), max_size=5), st.randoms())

@@ -21,6 +21,9 @@ def written(tmp_path_factory):
     state = gpt_state(layers=1, width=24, vocabulary=50)
     state["odd"] = np.array([True, False, True])
     state["broken"] = np.array([1, np.nan, np.inf, -np.inf, 2], np.float64)
+    # whose parts on ranks are rows, and boxes
+    for weight in (state["model"]["wte.weight"], state["model"]["layers.0.attention.proj.weight"]):
+        weight[14, 1] = weight[13, 20:22] = np.nan
     write_checkpoint(path, state, step=1)
     return path, state
 
@@ -38,6 +41,8 @@ def expect_statistics(index, found, state):
         moments, numbers = by_path[path], array.astype(np.float64).reshape(-1)
         numbers = numbers[np.isfinite(numbers)]
         assert (moments.count, moments.finite) == (array.size, len(numbers)), path
+        places = [np.flatnonzero(bad(array.reshape(-1))).tolist() for bad in (np.isnan, np.isinf)]
+        assert [moments.first_nan, moments.first_infinite] == [place[0] if place else -1 for place in places], path
         assert (moments.low, moments.high) == (numbers.min(), numbers.max()), path
         assert math.isclose(moments.norm, np.linalg.norm(numbers), rel_tol=1e-9), path
         assert math.isclose(moments.deviation, numbers.std(), rel_tol=1e-9, abs_tol=1e-9), path

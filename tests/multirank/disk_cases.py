@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from treeckpt._runs.run import RunDirectory
 
 from .registry import Case, Phases, Rank
 
-PHASES: Phases = {"two disks": (4, {})}
+PHASES: Phases = {"saves": (4, {}), "loads": (4, {}), "three of four": (3, {}), "one host": (2, {})}
+"""Of the phases of fewer ranks the first two are on the first host, and the third on the other one."""
 
 
 def enter(rank: int, world: int, directory: Path) -> None:
@@ -29,9 +31,12 @@ def enter(rank: int, world: int, directory: Path) -> None:
     enter_host(host_of(rank, world), directory)
 
 
-def case(function: Case) -> Case:
-    PHASES["two disks"][1][function.__name__.replace("_", " ")] = function
-    return function
+def case(phase: str) -> Callable[[Case], Case]:
+    def register(function: Case) -> Case:
+        PHASES[phase][1][function.__name__.replace("_", " ")] = function
+        return function
+
+    return register
 
 
 def tree(rank: int, seed: int = 1) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def check_saved(here: Rank, path: Path, *, seed: int = 1, files: tuple[str, ...]
         assert tc.read_file(whole, name) == b"{}"
 
 
-@case
+@case("saves")
 def each_disk_gets_the_index_and_the_shards_of_its_ranks(here: Rank) -> None:
     path = place(here, "plain")
     report = tc.save(path, tree(here.rank), files={"config.json": b"{}"} if here.rank == 0 else None)
@@ -99,7 +104,7 @@ def each_disk_gets_the_index_and_the_shards_of_its_ranks(here: Rank) -> None:
     check_saved(here, path, files=("config.json",))
 
 
-@case
+@case("saves")
 def a_save_in_the_background_goes_to_both_disks(here: Rank) -> None:
     for writer in ("process", "thread"):
         path = place(here, f"background {writer}")
@@ -112,7 +117,7 @@ def a_save_in_the_background_goes_to_both_disks(here: Rank) -> None:
             check_saved(here, path, seed=seed)
 
 
-@case
+@case("saves")
 def an_overwritten_checkpoint_goes_from_both_disks(here: Rank) -> None:
     path = place(here, "overwritten")
     for seed in (1, 2, 3):
@@ -120,7 +125,7 @@ def an_overwritten_checkpoint_goes_from_both_disks(here: Rank) -> None:
         check_saved(here, path, seed=seed)
 
 
-@case
+@case("saves")
 def a_checkpoint_on_one_disk_alone_refuses_the_save_on_all(here: Rank) -> None:
     for host in (0, 1):
         path = place(here, f"refused {host}")
@@ -135,7 +140,7 @@ def a_checkpoint_on_one_disk_alone_refuses_the_save_on_all(here: Rank) -> None:
         check_saved(here, path)
 
 
-@case
+@case("saves")
 def a_leader_that_cannot_prepare_fails_the_save_on_all(here: Rank) -> None:
     path = place(here, "unready")
     tc.save(path, tree(here.rank))
@@ -165,7 +170,7 @@ class DeletesShard(tc.LocalStore):
         return {f"progress-00002.{shard.split('.')[1]}.json"}
 
 
-@case
+@case("saves")
 def ranks_on_one_disk_are_told_that_shards_are_deleted(here: Rank) -> None:
     path = here.directory / "shared"
     with pytest.raises(tc.RankError, match="Something else deletes or changes files there"):
@@ -185,9 +190,9 @@ class DeletesAll(tc.LocalStore):
         return super().sizes()
 
 
-@case
+@case("saves")
 def the_interface_of_torch_saves_to_both_disks(here: Rank) -> None:
-    path = place(here, "dcp")
+    path = place(here, "saved by dcp")
     treeckpt.dcp.save({"every": torch.arange(64), "step": 5}, checkpoint_id=path)
     first, second = seen_by_hosts(here, path)
     assert first[INDEX_NAME] == second[INDEX_NAME] and len(tc.inspect(together(here, path)).disks) == 2
@@ -209,7 +214,7 @@ def names(*steps: int) -> list[str]:
     return [f"step_{step:08d}" for step in steps]
 
 
-@case
+@case("saves")
 def a_manager_keeps_the_same_steps_on_both_disks(here: Rank) -> None:
     for background in (False, True):
         run = place(here, f"run {background}")
@@ -240,9 +245,9 @@ def a_manager_keeps_the_same_steps_on_both_disks(here: Rank) -> None:
                 manager.pin(8)
 
 
-@case
+@case("saves")
 def a_clean_up_by_one_host_leaves_what_it_shares_with_another(here: Rank) -> None:
-    run = place(here, "alone")
+    run = place(here, "saved alone")
     with tc.Manager(run, keep=None, background=False) as manager:
         for step in (1, 2):
             manager.save(step, tree(here.rank, step))
@@ -252,7 +257,7 @@ def a_clean_up_by_one_host_leaves_what_it_shares_with_another(here: Rank) -> Non
     assert steps_on(here, run) == [names(1, 2)] * 2
 
 
-@case
+@case("saves")
 def the_best_step_of_a_lost_disk_does_not_push_out_one_that_both_have(here: Rank) -> None:
     run = place(here, "replaced host")
     keep = [tc.policy.Last(1), tc.policy.Best("loss")]
@@ -270,7 +275,7 @@ def the_best_step_of_a_lost_disk_does_not_push_out_one_that_both_have(here: Rank
         assert steps_on(here, run) == [names(5)] * 2, "what is left of step 1 is the best no more"
 
 
-@case
+@case("saves")
 def a_save_that_died_behind_its_commit_is_completed(here: Rank) -> None:
     for way in ("resume", "clean", "save"):
         run = place(here, f"completed by {way}")
@@ -294,7 +299,7 @@ def a_save_that_died_behind_its_commit_is_completed(here: Rank) -> None:
         assert first[INDEX_NAME] == second[INDEX_NAME] and not [name for name in second if "prepared" in name]
 
 
-@case
+@case("saves")
 def a_save_that_no_disk_has_committed_goes_from_all(here: Rank) -> None:
     run = place(here, "uncommitted")
     with tc.Manager(run, background=False) as manager:

@@ -20,31 +20,20 @@ from torch.distributed.tensor import Shard
 import treeckpt as tc
 import treeckpt.convert
 import treeckpt.dcp
-from tests.helpers.two_disks import LOCAL, enter_host, host_of
+from tests.helpers.two_disks import LOCAL, host_of
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import prepared_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.comm.comm import SoloComm
 from treeckpt._runs.discovery import scan
 
+from .disk_cases import PHASES, case, enter
 from .layouts import distribute, mesh_of, seeded
-from .registry import Case, Phases, Rank
+from .registry import Rank
 
-PHASES: Phases = {"loads": (4, {}), "three of four": (3, {}), "one host": (2, {})}
-"""Of the phases of fewer ranks the first two are on the first host, and the third on the other one."""
+__all__ = ["PHASES", "enter"]
+
 ONCE = tc.ReadOptions(once=True)
-
-
-def enter(rank: int, world: int, directory: Path) -> None:
-    enter_host(host_of(rank, world), directory)
-
-
-def case(phase: str) -> Callable[[Case], Case]:
-    def register(function: Case) -> Case:
-        PHASES[phase][1][function.__name__.replace("_", " ")] = function
-        return function
-
-    return register
 
 
 def _tree(here: Rank, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +17,9 @@ from tests.helpers.wrapped_moments import CodedSGD, Codes
 from treeckpt import dcp, training
 
 from .layouts import mesh_of
-from .registry import Case, Rank
+from .registry import Rank, case
 
-__all__ = ["PHASES"]
-
-PHASES: dict[str, tuple[int, dict[str, Case]]] = {"two save parts": (2, {}), "three load parts": (3, {})}
-
-
-def case(phase: str) -> Callable[[Case], Case]:
-    def register(function: Case) -> Case:
-        PHASES[phase][1][function.__name__.replace("_", " ")] = function
-        return function
-
-    return register
+__all__: list[str] = []
 
 
 class Alone(torch.Tensor):
@@ -75,13 +64,13 @@ def codes(rank: int, seed: int = 0) -> Codes:
     return Codes(torch.randint(-9, 9, (3, 4), dtype=torch.int8), torch.rand(3), True)
 
 
-@case("two save parts")
+@case("two")
 def both_kinds_come_back_in_the_same_layout(here: Rank) -> None:
     tree = {"codes": spread(codes(here.rank), 2, (6, 4)), "alone": spread(Alone(rows(here.rank, 2)), 2, (6, 4))}
-    tc.save(here.directory / "parts", tree)
+    tc.save(here.directory / "coded parts", tree)
     for found in (
-        tc.load(here.directory / "parts", like=tree),
-        tc.load(here.directory / "parts", like=tc.abstract(tree)),
+        tc.load(here.directory / "coded parts", like=tree),
+        tc.load(here.directory / "coded parts", like=tc.abstract(tree)),
     ):
         assert isinstance(found["codes"], DTensor)
         assert found["codes"].placements == (Shard(0),)
@@ -91,27 +80,29 @@ def both_kinds_come_back_in_the_same_layout(here: Rank) -> None:
         assert torch.equal(found["alone"]._local_tensor.inner, rows(here.rank, 2))
     target: Any = {"codes": spread(codes(here.rank, 1), 2, (6, 4)), "alone": spread(Alone(rows(0, 2) * 0), 2, (6, 4))}
     live = target["codes"]._local_tensor.scale
-    tc.load_into(here.directory / "parts", target)
+    tc.load_into(here.directory / "coded parts", target)
     assert torch.equal(live, codes(here.rank).scale)
     assert torch.equal(target["alone"]._local_tensor.inner, rows(here.rank, 2))
 
 
-@case("two save parts")
+@case("two")
 def another_layout_is_refused_by_name(here: Rank) -> None:
     columns = Codes(torch.zeros(6, 2, dtype=torch.int8), torch.zeros(3), True)
     for strict in (True, False):
         with pytest.raises(tc.MismatchError, match=r"codes: expected the layout .*cannot be resharded"):
             tc.load_into(
-                here.directory / "parts", {"codes": spread(columns, 2, (6, 4), Shard(1)), "alone": ...}, strict=strict
+                here.directory / "coded parts",
+                {"codes": spread(columns, 2, (6, 4), Shard(1)), "alone": ...},
+                strict=strict,
             )
 
 
-@case("two save parts")
+@case("two")
 def what_has_no_parts_of_a_rank_is_resharded(here: Rank) -> None:
     whole = spread(Alone(torch.zeros(6, 4)), 2, (6, 4), Replicate())
-    tc.load_into(here.directory / "parts", {"alone": whole, "codes": ...})
+    tc.load_into(here.directory / "coded parts", {"alone": whole, "codes": ...})
     assert torch.equal(whole._local_tensor.inner, torch.arange(24.0).reshape(6, 4))  # pyright: ignore
-    found = tc.load(here.directory / "parts")
+    found = tc.load(here.directory / "coded parts")
     assert type(found["alone"]) is Alone
     assert torch.equal(found["alone"].inner, torch.arange(24.0).reshape(6, 4))
     assert torch.equal(found["codes"]["scale"].value, codes(here.rank).scale)
@@ -134,15 +125,15 @@ def _train(model: nn.Module, optimizer: CodedSGD, rank: int, first: int, stop: i
         optimizer.step()
 
 
-@case("two save parts")
+@case("two")
 def training_with_such_moments_goes_on(here: Rank) -> None:
     model, optimizer = _job(0)
     _train(model, optimizer, here.rank, 0, 4)
-    tc.save(here.directory / "training", training.state(model, optimizer))
+    tc.save(here.directory / "coded training", training.state(model, optimizer))
     jobs = [_job(1), _job(2)]
     _train(*jobs[1], here.rank, 0, 2)
     for other, fresh in jobs:
-        training.restore(here.directory / "training", other, fresh)
+        training.restore(here.directory / "coded training", other, fresh)
         moment = next(iter(fresh.state.values()))["momentum"]
         assert isinstance(moment, DTensor)
         assert type(moment._local_tensor) is Codes
@@ -153,7 +144,7 @@ def training_with_such_moments_goes_on(here: Rank) -> None:
             assert torch.equal(one.to_local(), two.to_local())
 
 
-@case("two save parts")
+@case("two")
 def a_state_dict_of_dcp_is_filled_in_place(here: Rank) -> None:
     path = str(here.directory / "parts dcp")
     treeckpt.dcp.save({"codes": spread(codes(here.rank), 2, (6, 4)), "step": 3}, checkpoint_id=path)
@@ -178,7 +169,7 @@ class Sized(Codes):
         return ["codes", "scale"], list(self.shape)
 
 
-@case("two save parts")
+@case("two")
 def contexts_that_differ_between_ranks_are_refused_by_name(here: Rank) -> None:
     rows = 3 - here.rank
     leaf = spread(Sized(torch.ones(rows, 4, dtype=torch.int8), torch.ones(rows), True), 2, (5, 4))
@@ -197,7 +188,7 @@ class Tabled(Codes):
         return cls(inner["codes"], inner["scale"], inner["signed"])
 
 
-@case("two save parts")
+@case("two")
 def parts_of_other_sizes_on_each_rank_come_back_in_a_fresh_optimizer(here: Rank) -> None:
     def job(*, whole: bool = False) -> tuple[Any, CodedSGD]:
         model: Any = nn.Linear(4, 5, bias=False)
@@ -222,22 +213,22 @@ def parts_of_other_sizes_on_each_rank_come_back_in_a_fresh_optimizer(here: Rank)
     assert not other.state
 
 
-@case("three load parts")
+@case("three")
 def another_world_gets_what_can_be_resharded(here: Rank) -> None:
     target = spread(Alone(torch.zeros(2, 4)), 3, (6, 4))
-    tc.load_into(here.directory / "parts", {"alone": target, "codes": ...})
+    tc.load_into(here.directory / "coded parts", {"alone": target, "codes": ...})
     assert torch.equal(target._local_tensor.inner, rows(here.rank, 3))  # pyright: ignore
     codes = Codes(torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2), True)
     with pytest.raises(tc.MismatchError, match="codes"):
-        tc.load_into(here.directory / "parts", {"codes": spread(codes, 3, (6, 4)), "alone": ...})
+        tc.load_into(here.directory / "coded parts", {"codes": spread(codes, 3, (6, 4)), "alone": ...})
 
 
-@case("two save parts")
+@case("two")
 def dcp_fills_them_in_place(here: Rank) -> None:
-    dcp.save({"o": {"codes": spread(codes(here.rank), 2, (6, 4))}}, checkpoint_id=here.directory / "dcp")
+    dcp.save({"o": {"codes": spread(codes(here.rank), 2, (6, 4))}}, checkpoint_id=here.directory / "coded dcp")
     state: Any = {"o": {"codes": spread(codes(here.rank, 1), 2, (6, 4))}}
     live = state["o"]["codes"]
-    dcp.load(state, checkpoint_id=here.directory / "dcp")
+    dcp.load(state, checkpoint_id=here.directory / "coded dcp")
     assert state["o"]["codes"] is live
     assert torch.equal(live._local_tensor.codes, codes(here.rank).codes)
     assert torch.equal(live._local_tensor.scale, codes(here.rank).scale)

@@ -1,4 +1,4 @@
-"""Real processes under torchrun whose ranks are on two hosts with one path and a private disk each."""
+"""Real processes under torchrun whose ranks are on two hosts with one path and a private disk each: saves and loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.two_disks import needs_two_disks
 
-from .disk_cases import PHASES
+from .disk_load_cases import PHASES
 from .launch import Results, check_case, launch
 
 
@@ -16,7 +16,7 @@ from .launch import Results, check_case, launch
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     needs_two_disks()
     directory: Path = tmp_path_factory.mktemp("disks")
-    return launch(PHASES, directory, cases="tests.multirank.disk_cases")
+    return launch(PHASES, directory, cases="tests.multirank.disk_load_cases")
 
 
 @pytest.mark.parametrize(("phase", "case"), [(phase, case) for phase in PHASES for case in ["", *PHASES[phase][1]]])

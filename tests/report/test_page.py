@@ -107,13 +107,15 @@ def test_a_report_says_which_checkpoints_a_verification_has_found_damaged(tmp_pa
     monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
     for step in (1, 2):
         index = write_checkpoint(tmp_path / "run" / f"step_{step:08d}", step=step)
-    assert "damaged" not in report(tmp_path / "run")
+    assert "damaged: shard" not in report(tmp_path / "run")
     shard = tmp_path / "run" / "step_00000002" / index.file_list[0].name
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
     assert main(["verify", str(tmp_path / "run")]) == 1
     for path in (tmp_path / "run", tmp_path / "run" / "step_00000002"):
         assert f"damaged: {shard.name}: bytes " in report(path)
-    assert "complete, intact" in report(tmp_path / "run") and "damaged" not in report(tmp_path / "run/step_00000001")
+    assert "complete, intact" in report(tmp_path / "run") and "damaged: shard" not in report(
+        tmp_path / "run/step_00000001"
+    )
 
 
 def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):

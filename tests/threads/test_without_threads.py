@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
 from pathlib import Path
@@ -79,7 +80,15 @@ def test_everything_is_saved_and_loaded_without_a_thread(tmp_path: Path, writer:
             tc.save_async(tmp_path / "b", TREE, comm=SoloComm())
 
 
-def test_an_object_store_is_written_and_read_without_a_thread(s3: S3) -> None:
+@pytest.mark.parametrize("loop", [False, True], ids=["", "in an event loop"])
+def test_an_object_store_is_written_and_read_without_a_thread(s3: S3, loop: bool) -> None:
+    async def save_and_load() -> None:  # as a notebook's cell is run
+        _save_and_load(s3)
+
+    call_in_thread(lambda: asyncio.run(save_and_load()) if loop else _save_and_load(s3), "treeckpt-test").result()
+
+
+def _save_and_load(s3: S3) -> None:
     run, uploads = s3.url(), s3.uploads()
     with no_threads():
         tc.save(f"{run}/step_00000001", TREE, step=1, max_shard_bytes=20 << 20)

@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 
 from .._core.text import count_text, json_number
 from .._inspect.diff import Added, Diff, Moved, Removed, diff
+from .._inspect.ranking import is_optimizer_state
 from .._io.storage.open import open_store
 from .._loading.compare import ValueChange, value_changes
 from .._loading.run_load import opened
@@ -60,7 +61,7 @@ def _diff(options: argparse.Namespace) -> int:
             compared["equal_by"] = "recorded checksums" if summed else "bytes"
         print_json(compared)
         return 0
-    rows = _diff_rows(differences) + [("content", v.path, "", _delta_text(v)) for v in values or ()]
+    rows = _diff_rows(differences) + [(_content_of(v), v.path, "", _delta_text(v)) for v in values or ()]
     print_table(("what", "path", "before", "after"), rows) if rows else None
     counts = Counter(row[0] for row in rows)
     changed = {change.path for change in differences.changes}
@@ -79,11 +80,15 @@ def _json_of(change: ValueChange) -> Mapping[str, object]:
     return asdict(change) | {"delta": delta}
 
 
-def _rank(change: ValueChange) -> tuple[float, str]:
-    """The key that sorts what changed most, relative to its norm, to the front."""
+def _content_of(change: ValueChange) -> str:
+    return "optimizer content" if is_optimizer_state(change.path) else "content"
+
+
+def _rank(change: ValueChange) -> tuple[bool, float, str]:
+    """The key that sorts what changed most, relative to its norm, to the front; optimizer state follows the others."""
     delta = change.delta
     assert delta is not None, "every difference was measured"
-    return -math.inf if delta.not_finite else -delta.relative, change.path
+    return is_optimizer_state(change.path), -math.inf if delta.not_finite else -delta.relative, change.path
 
 
 def _delta_text(change: ValueChange) -> str:

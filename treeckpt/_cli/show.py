@@ -58,13 +58,15 @@ from .._loading.peek import Peek, peek, peek_blob
 from .._loading.run_load import opened
 from .._report.terminal import fail, print_facts, print_json, print_line, print_table
 from .._runs import catalog
+from .._runs.nan_scan import NanReport, StepFinding, nan_report, scan_for_nan, steps_of_run
 from .._runs.progress_bar import stores_bar
-from .._runs.verification import VerificationStore, cache_directory
+from .._runs.statistics_store import StatisticsStore
+from .._runs.verification import NO_CACHE, VerificationStore, cache_directory, this_user
 from ..errors import CorruptError, FormatError, LayoutError, TreeckptError
 from ..rules import decode, parse
 from ..rules._rules import Rule
 from ..rules._view import View, view_of
-from .command import Commands, progress_of
+from .command import Commands, no_such_run, progress_of, usage_error
 from .runs import print_saves_under_way
 
 MAX_RULES = 16 << 20
@@ -84,17 +86,26 @@ BLOB_SHOWN = 500
 """Bytes of a text or bytes that are printed."""
 
 
+_STATS = (
+    "of a run: in which step the first NaN is, in which arrays and where; reads what no `verify --statistics` has "
+    "read, in an order that answers soon"
+)
+
+
 def add_show(commands: Commands) -> None:
     """Adds `show`."""
     show = commands.add("show", _show, "show what a checkpoint holds, or one part of it", progress=True)
-    show.add_argument("checkpoint", metavar="CKPT")
+    show.add_argument("checkpoint", metavar="CKPT", help="or, with --stats, a RUN")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
     show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
     show.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
+    show.add_argument("--stats", action="store_true", help=_STATS)
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.stats:
+        return _show_first_nan(options)
     with stores_bar("reading the index", shown=progress_of(options)) as counted:
         # It gets the index that `read_info` decodes, which then is not read again.
         read, folder = NewestIndex(local=True), counted(open_store(options.checkpoint))
@@ -118,11 +129,20 @@ def _show(options: argparse.Namespace) -> int:
         return 2
     if row.kind == "leaf":
         return _show_leaf(index, index.entries[row.first], options)
-    rows = _rows_below(outline, row, options.depth)
+    rows, left_out = _rows_below(outline, row, options.depth)
     if options.json:
         shown = [{name: part for name, part in msgspec.structs.asdict(row).items() if name != "number"} for row in rows]
         state = {"status": info.status, "intact": info.intact, "unhealthy": info.unhealthy}
-        print_json({**state, **index_summary(index), "pinned": info.pinned, "saving": info.saving, "rows": shown})
+        print_json(
+            {
+                **state,
+                **index_summary(index),
+                "pinned": info.pinned,
+                "saving": info.saving,
+                "rows": shown,
+                "left_out": left_out,
+            }
+        )
         return 0
     if not options.leaf:
         facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
@@ -132,7 +152,63 @@ def _show(options: argparse.Namespace) -> int:
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
     print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
+    if left_out:
+        print_line(f"and {left_out} more of these levels; name a PATH to see what is below it", "dim")
     return 0
+
+
+def _show_first_nan(options: argparse.Namespace) -> int:
+    """Prints where the first NaN of a run is, after a scan of what is not known yet."""
+    if problem := no_such_run(options.checkpoint):
+        return usage_error(problem)
+    if (cache := cache_directory()) is None:
+        raise OSError(f"the statistics could not be kept: {NO_CACHE}")
+    known, statistics = VerificationStore(cache), StatisticsStore(cache)
+    infos, failed = steps_of_run(options.checkpoint, known), dict[str, str]()
+    code = 0
+    try:
+        with stores_bar("looking for NaN", shown=progress_of(options)) as counted:
+            by = this_user("treeckpt show")
+            infos, failed = scan_for_nan(infos, known, statistics, by, lambda _, folder: counted(folder))
+    except KeyboardInterrupt:  # what it has found by then is kept: the next scan goes on
+        infos, code = steps_of_run(options.checkpoint, known), 130
+    report = nan_report(infos, statistics, lambda info: _api.inspect(info.path), failed)
+    if options.json:
+        print_json(report)
+    else:
+        _print_first_nan(report)
+    return code or (1 if report.unread else 0)
+
+
+def _print_first_nan(report: NanReport) -> None:
+    print_line(report.nan_text, "red" * (report.nan is not None))
+    if report.metric_text:
+        print_line(report.metric_text)
+    if report.nan is not None:
+        _print_finding(report.nan)
+    print_line(report.infinite_text)
+    if report.infinite is not None and report.infinite != report.nan:
+        _print_finding(report.infinite)
+    for one in report.unread:
+        print_line(f"not known of {one.name}: {one.why}", "yellow")
+    if report.abandoned:
+        print_line(f"{count_text(report.abandoned, 'checkpoint')} of abandoned branches: not looked at", "dim")
+    print_line(f"{report.known} of {count_text(report.steps, 'step')} read, by this command or before", "dim")
+
+
+def _print_finding(found: StepFinding) -> None:
+    """Prints the arrays of a step with NaN or infinity, and where the first such element of each is."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for one in found.rows:
+        for count, name, place in ((one.nan, "NaN", one.first_nan), (one.infinite, "Inf", one.first_infinite)):
+            at = where = "-"
+            if place is not None:
+                at = f"{place.index}"
+                where = f"{place.region} of rank {place.rank}, byte {place.byte} of {place.file}"
+            rows += [(one.path, f"{count:,}", name, at, where)] * bool(count)
+    print_table((found.title, "elements", "are", "the first at", "in"), rows, right=("elements",))
+    if found.arrays > len(found.rows):
+        print_line(f"and {found.arrays - len(found.rows):,} more arrays: treeckpt verify --statistics", "dim")
 
 
 def _show_structure(index: Index, options: argparse.Namespace) -> int:
@@ -175,14 +251,19 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
     ]
 
 
-def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> list[OutlineRow]:
-    rows, waiting = list[OutlineRow](), [(row, 0)]
-    while waiting and len(rows) <= MAX_ROWS:
-        node, level = waiting.pop()
-        rows.append(node)
-        if level < max(depth, 1):
-            waiting += [(child, level + 1) for child in reversed(outline.children(node.node, count=MAX_ROWS))]
-    return rows[1:]
+def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> tuple[list[OutlineRow], int]:
+    """Returns the nodes below one in the order of the tree, and how many children of these levels are left out.
+
+    There are MAX_ROWS at most, the upper levels first.
+    """
+    rows, level, left_out = list[OutlineRow](), [row], 0
+    for _ in range(max(depth, 1)):
+        parents, level = level, []
+        for node in parents:
+            level += outline.children(node.node, count=MAX_ROWS - len(rows) - len(level))
+        left_out += sum(node.children for node in parents) - len(level)
+        rows += level
+    return sorted(rows, key=lambda row: [int(number) for number in row.node.split(".")]), left_out
 
 
 def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:

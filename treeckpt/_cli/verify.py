@@ -16,6 +16,7 @@ from .._inspect.ranking import reason_of
 from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
+from .._loading.verify import SHOWN_LEAVES
 from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog, discovery
 from .._runs.catalog import CheckpointInfo
@@ -77,6 +78,8 @@ def _verify(options: argparse.Namespace) -> int:
         print_line(f"  repaired {repair}", "yellow")
     for problem in report.problems:
         print_line(f"  {problem.file}: {problem.text}", "red")
+    if (most := max((len(problem.leaves) for problem in report.problems), default=0)) > SHOWN_LEAVES:
+        print_line(f"  up to {most:,} leaves are damaged by one problem; --json names all of them", "dim")
     for problem in report.unread:
         print_line(f"  {problem.file}: {problem.text}", "yellow")
     for note in report.notes:
@@ -133,7 +136,9 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
         print_json(rows + [{"ok": None, "path": path, "not_verified": why} for path, why in others])
         return _exit_code(reports.values())
     for path, report in reports.items():
-        first = "".join(f"; {one.file}: {one.text}" for one in (*report.problems, *report.unread)[:1])
+        parts = (*report.problems, *report.unread)
+        first = "".join(f"; {one.file}: {one.text}" for one in parts[:1])
+        first += f"; and {len(parts) - 1:,} more, which treeckpt verify {path} prints" * (len(parts) > 1)
         print_line(_line(path, report) + first, {"intact": "", "damaged": "red", "unread": "yellow"}[report.verdict])
     for note in dict.fromkeys(note for report in reports.values() for note in report.notes):
         print_line(f"  {note}", "yellow")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import msgspec
@@ -216,6 +216,10 @@ class Moments(msgspec.Struct, frozen=True):
     """Root of the sum of squared differences from the mean."""
     norm: float = 0.0
     """The Euclidean norm."""
+    first_nan: int = -1
+    """The position of the first element that is NaN, in C order; -1 where none is."""
+    first_infinite: int = -1
+    """The position of the first infinite element."""
 
     @property
     def finite(self) -> int:
@@ -252,7 +256,21 @@ def merged(a: Moments, b: Moments) -> Moments:
         mean=mean,
         spread=spread,
         norm=math.hypot(a.norm, b.norm),
+        first_nan=_first(a.first_nan, b.first_nan),
+        first_infinite=_first(a.first_infinite, b.first_infinite),
     )
+
+
+def _first(a: int, b: int) -> int:
+    return max(a, b) if min(a, b) < 0 else min(a, b)
+
+
+def placed(moments: Moments, place: Callable[[int], int]) -> Moments:
+    """Returns the same with other positions: those that `place` gives for the positions in a part."""
+    if moments.first_nan < 0 and moments.first_infinite < 0:
+        return moments
+    first = {name: getattr(moments, name) for name in ("first_nan", "first_infinite")}
+    return msgspec.structs.replace(moments, **{name: at if at < 0 else place(at) for name, at in first.items()})
 
 
 def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
@@ -274,6 +292,9 @@ def moments_of(data: np.ndarray, dtype: str) -> Moments | None:
             part = _batch(np.abs(numbers) if numbers.dtype.kind == "c" else numbers.reshape(-1))
             if part.largest >= MAX_EXACT_INTEGER:
                 part = _exact(part, data[start : start + BATCH * itemsize], dtype)
+            # an element that holds two numbers is one position
+            each, before = 1 if numbers.ndim == 1 else numbers.shape[-1], start // itemsize
+            part = placed(part, lambda at, each=each, before=before: before + at // each)
             moments = merged(moments, part) if start else part
     return moments
 
@@ -310,12 +331,15 @@ def _batch(numbers: np.ndarray) -> Moments:
         return Moments()
     low, high = float(numbers.min()), float(numbers.max())  # NaN if any is
     nan = infinite = 0
+    first = {"first_nan": -1, "first_infinite": -1}
     if not (math.isfinite(low) and math.isfinite(high)):
-        nan = int(np.isnan(numbers).sum())
-        infinite = int(np.isinf(numbers).sum())
+        is_nan, is_infinite = np.isnan(numbers), np.isinf(numbers)
+        nan, infinite = int(is_nan.sum()), int(is_infinite.sum())
+        first["first_nan"] = int(is_nan.argmax()) if nan else -1
+        first["first_infinite"] = int(is_infinite.argmax()) if infinite else -1
         numbers = numbers[np.isfinite(numbers)]
         if not len(numbers):
-            return Moments(count, nan, infinite)
+            return Moments(count, nan, infinite, **first)
         low, high = float(numbers.min()), float(numbers.max())
     values = numbers.astype(np.float64)
     n, scale = len(values), 1.0
@@ -339,6 +363,7 @@ def _batch(numbers: np.ndarray) -> Moments:
         mean=scale * mean,
         spread=scale * math.sqrt(spread),
         norm=scale * math.sqrt(squares),
+        **first,
     )
 
 

@@ -3,7 +3,8 @@
 Unusual are NaN and infinity first, then zeros, then others. An array is compared with those whose paths differ in
 numbers only, as the weights of one kind in all layers. How large its numbers are, and how far the largest one stands
 out, is measured by decimal logarithms, against the group's medians. How far an array moved is measured relative to its
-size.
+size. What an optimizer keeps is ranked apart from the parameters: its moments change by far more from step to step, and
+would hide what the parameters do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ UNUSUAL_PEAK = 50.0
 ZERO_SCORE, NOT_FINITE_SCORE = 1e3, 1e6
 _LAYER = re.compile(r"(.*?(?:^|[/._])[0-9]+)(?:[/.]|$)")
 """A path up to its first key or module name that is a number."""
+_OPTIMIZER = re.compile(
+    r"(?:^|[/.])(?:optim\w*|opt_state\w*|(?:max_)?exp_avg(?:_sq)?|exp_inf|momentum_buffer|(?:square|grad)_avg|acc_delta)"
+    r"(?:[/.]|$)",
+    re.IGNORECASE,
+)
+"""A key or module name of the state of an optimizer, or the name of a moment."""
 
 
 class Ranking(msgspec.Struct, frozen=True):
@@ -141,6 +148,11 @@ def layer_of(path: str) -> str:
     """Returns the part of a path that names its layer: up to the first number, or else up to the last key."""
     match = _LAYER.match(path)
     return match[1] if match is not None else path.rpartition("/")[0]
+
+
+def is_optimizer_state(path: str) -> bool:
+    """Whether an array is state of an optimizer by its path, as `optimizer/state/0/exp_avg` or `emb/slots/exp_avg`."""
+    return _OPTIMIZER.search(path) is not None
 
 
 def relative_changes(before: ArrayLike, change: ArrayLike, not_finite: ArrayLike) -> np.ndarray:

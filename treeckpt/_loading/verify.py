@@ -17,7 +17,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import msgspec
 import numpy as np
@@ -25,11 +25,12 @@ import numpy as np
 from .._core.format.byte_map import BadBytes, damaged_leaves, disk_text, locate_chunks
 from .._core.format.files import stored_name
 from .._core.format.index import INDEX_NAME, rebuild
-from .._core.format.records import AliasRecord, Disk, File, Index
+from .._core.format.records import AliasRecord, Disk, File, Index, PerRankArrays
 from .._core.format.shard_header import ShardHeader, decode_header
 from .._core.format.timings import timings_name
 from .._core.sharding.dtypes import dtype_of
-from .._inspect.numbers import Moments, merged, moments_of
+from .._core.sharding.region import Region
+from .._inspect.numbers import Moments, merged, moments_of, placed
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from .._io.os_errors import hint_for, read_failure
@@ -434,6 +435,8 @@ class LeafMoments:
         self._found: dict[int, Moments | None] = {}
         self._parts: dict[tuple[str, int], tuple[bytearray, int]] = {}
         """The bytes of each element of which some are missing, and how many are there, by file and offset."""
+        # asked for arrays with elements that are not finite only
+        self._chunks = lru_cache(64)(self._chunks_of)
 
     @cached_property
     def _extents(self) -> dict[str, Extents]:
@@ -495,24 +498,49 @@ class LeafMoments:
         head = min(-inside % width, len(piece))
         tail = (len(piece) - head) % width
         whole = piece[head : len(piece) - tail]
-        elements = [whole] if len(whole) else []
+        elements: list[tuple[int, memoryview | bytearray]] = [(start + head, whole)] if len(whole) else []
         elements += self._join(name, start - inside, width, inside, piece[:head])
         elements += self._join(name, start + len(piece) - tail, width, 0, piece[len(piece) - tail :])
-        for data in elements:
+        for begin, data in elements:
             moments = moments_of(np.frombuffer(data, np.uint8), spec.dtype)
+            if moments is not None:
+                before = (begin - first) // width
+                moments = placed(moments, lambda at, before=before: self._position(number, name, first, before + at))
             with self._lock:
                 known = self._found[number]
                 self._found[number] = None if known is None or moments is None else merged(known, moments)
 
-    def _join(self, name: str, element: int, width: int, first: int, piece: memoryview) -> list[bytearray]:
-        """Adds bytes of an element from its byte `first` on; returns the element if it is complete now."""
+    def _position(self, number: int, name: str, first: int, at: int) -> int:
+        """Returns the position in its array of element `at` of the chunk that starts at `first` of a file."""
+        spec = self._index.entries[number].spec
+        assert spec is not None, "a chunk is one of an array"
+        nth, region = self._chunks(number)[name, first]
+        index = [int(low + n) for low, n in zip(region.offset, np.unravel_index(at, region.shape), strict=True)]
+        for n, size in zip(index, spec.shape, strict=True):
+            nth = nth * size + n
+        return nth
+
+    def _chunks_of(self, number: int) -> dict[tuple[str, int], tuple[int, Region]]:
+        """Returns the regions of an array by file and start; of an array for each rank, with the number of the rank."""
+        leaf = self._index.entries[number]
+        alone = isinstance(leaf.record, PerRankArrays)
+        return {
+            (chunk.file.name, chunk.start - chunk.file.header): (nth if alone else 0, chunk.region)
+            for nth, chunk in enumerate(locate_chunks(self._index, leaf))
+            if chunk.start < chunk.stop
+        }
+
+    def _join(
+        self, name: str, element: int, width: int, first: int, piece: memoryview
+    ) -> list[tuple[int, memoryview | bytearray]]:
+        """Adds bytes of an element from its byte `first` on; returns where it starts, and it, if it is complete now."""
         if not len(piece):
             return []
         with self._lock:
             data, there = self._parts.pop((name, element), (bytearray(width), 0))
             data[first : first + len(piece)] = piece
             if there + len(piece) == width:
-                return [data]
+                return [(element, data)]
             self._parts[name, element] = data, there + len(piece)
             return []
 

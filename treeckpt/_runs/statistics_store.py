@@ -33,10 +33,11 @@ MAX_LINE = 1 << 16
 """Bytes of the line of JSON."""
 MAX_DIRECTORY_NBYTES = 1 << 30
 """Bytes of all files of a directory; beyond that the oldest are deleted."""
-MOMENTS = ("count", "nan", "infinite", "low", "high", "mean", "spread", "norm")
+COUNTS = ("count", "nan", "infinite", "first_nan", "first_infinite")
+MOMENTS = (*COUNTS, "low", "high", "mean", "spread", "norm")
 STATISTICS_COLUMNS = (
     {"leaf": "<i8", "key": "<u8"}
-    | {name: "<i8" if name in MOMENTS[:3] else "<f8" for name in MOMENTS}
+    | {name: "<i8" if name in COUNTS else "<f8" for name in MOMENTS}
     | {"low_rest": "<f8", "high_rest": "<f8"}
     | {"order": "<i8", "score": "<f8", "factor": "<f8", "peak": "<f8"}
 )

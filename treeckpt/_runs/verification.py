@@ -34,13 +34,13 @@ from ..errors import TreeckptError, visible
 from ..reports import Problem, VerifyReport
 from .statistics_store import StatisticsStore, cache_key, replace_file
 
-MAX_PROBLEMS = 100
-"""Problems that are kept of one verification."""
+MAX_PROBLEMS = 10_000
+"""Problems that are kept of one verification; `treeckpt verify --json` prints all."""
 MAX_TEXT = 1000
 """Characters that are kept of the text of a problem."""
 TICK_NS = 50_000_000
 """Nanoseconds within which two changes of a directory may have the same modification time."""
-MAX_RECORD = 1 << 20
+MAX_RECORD = 16 << 20
 """Bytes of a file beyond which it is not read."""
 NO_CACHE = "this user has no home directory; name one for it in TREECKPT_CACHE"
 
@@ -53,6 +53,10 @@ class DamagedPart(msgspec.Struct, frozen=True):
 
     file: str
     text: str
+    start: int = 0
+    """Where the damaged bytes start in the file."""
+    stop: int = 0
+    """Where they end; 0 if it is not known which they are."""
 
 
 class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +81,8 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
     them."""
     nan_in: str = ""
     """The path of the first array with NaN."""
+    infinite: int | None = None
+    """How many elements of arrays are infinite; None where they were not counted."""
     beside: bool = False
     """Whether it stands beside the checkpoint, where all who use it see it; it holds for as long as it stands there."""
     changed: bool = False
@@ -175,6 +181,7 @@ def verify_folder(
             verification,
             nan=sum(numbers.nan for numbers in found.values()),
             nan_in="" if first is None else index.entries[first].path,
+            infinite=sum(numbers.infinite for numbers in found.values()),
         )
     return report, verification
 
@@ -215,7 +222,9 @@ def found_part(save_id: str, fingerprint: str, problems: list[DamagedPart], *, b
 
 def shown_parts(problems: Sequence[Problem]) -> list[DamagedPart]:
     """Returns what is kept of problems."""
-    return [DamagedPart(problem.file, problem.text[:MAX_TEXT]) for problem in problems[:MAX_PROBLEMS]]
+    return [
+        DamagedPart(one.file, one.text[:MAX_TEXT], one.start or 0, one.stop or 0) for one in problems[:MAX_PROBLEMS]
+    ]
 
 
 _DECODER = msgspec.json.Decoder(Verification)
@@ -357,7 +366,10 @@ def _read_beside(folder: Store, save_id: str) -> Verification | None:
         save_id=save_id,
         by=visible(found.by[:MAX_TEXT]),
         total=max(found.total, 1),
-        problems=[DamagedPart(visible(p.file), visible(p.text[:MAX_TEXT])) for p in found.problems[:MAX_PROBLEMS]],
+        problems=[
+            DamagedPart(visible(p.file), visible(p.text[:MAX_TEXT]), p.start, p.stop)
+            for p in found.problems[:MAX_PROBLEMS]
+        ],
         unread=[],
         beside=True,
         changed=_is_written_since(folder, name, found),

@@ -28,6 +28,7 @@ from treeckpt._inspect.treemap import treemap_of
 from treeckpt._report import report
 from treeckpt.convert import convert
 from treeckpt_dashboard.checkpoint.tree import folds_page
+from treeckpt_dashboard.pages.damage import NO_DAMAGE
 from treeckpt_dashboard.store.outline_file import StoredOutline, write_outline
 
 
@@ -323,7 +324,7 @@ def test_reports_and_pages_of_deep_trees(tmp_path: Path) -> None:
     stored = StoredOutline(tmp_path / "table")
     assert stored.row(row.node).path == row.path
     assert same(len(stored.index.paths), len(index.paths))
-    assert folds_page(outline, "").children == 2
+    assert folds_page(outline, NO_DAMAGE, "").children == 2
 
 
 # hostile files ---------------------------------------------------------------------------------------------------

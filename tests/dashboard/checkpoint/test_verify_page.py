@@ -257,3 +257,45 @@ def test_each_shard_says_what_is_known_of_it(many_shards, tmp_path):
     assert states()[8] == "not verified", "the files were written since"
     text = client.get(f"{at.removeprefix('/api/v1')}/5").text
     assert "Missing: there is no such file in step_00000007." in text
+
+
+def test_all_damage_is_paged_and_marked_wherever_its_leaves_are_shown(many_shards, tmp_path, capsys):
+    path, index = many_shards
+    broken = [file.name for file in index.file_list[:110]]
+    for name in broken:
+        flip(path / name)
+    (path / index.file_list[115].name).unlink()
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    row = the_checkpoint(client)
+    at = f"/api/v1/checkpoints/{row['id']}"
+    missing = client.get(f"{at}/verify").json()["rows"]
+    assert [(one["path"], one["text"]) for one in missing] == [("w115", "the file is missing")], "by its listing"
+    found = verified(client)
+    assert (found["total"], found["next"], len(found["rows"])) == (111, 100, 100)
+    rows = found["rows"] + client.get(f"{at}/verify", params={"start": 100}).json()["rows"]
+    assert sorted(one["file"] for one in rows) == sorted([*broken, index.file_list[115].name])
+    assert {one["path"] for one in rows} == {index.entries[one["leaf"]].path for one in rows}
+    assert len(client.get(f"{at}/verify/table.csv").text.splitlines()) == 112
+    assert len(the_checkpoint(client)["verification"]["problems"]) == 100, "a row of a list has no more"
+
+    bad = {one["leaf"] for one in rows}
+    whole = next(leaf.number for leaf in index.entries if leaf.number not in bad)
+    tree = client.get(f"{at}/tree").json()
+    assert tree["node"]["damaged"] == 111
+    assert {each["leaf"] for each in tree["rows"] if each["damaged"]} == bad & {each["leaf"] for each in tree["rows"]}
+    treemap = client.get(f"{at}/treemap").json()
+    assert {treemap["leaves"][box] for box in treemap["damaged"]} == bad
+    for leaf in (min(bad), whole):
+        is_bad = leaf in bad
+        shown = client.get(f"{at}/leaves/{leaf}").json()
+        assert shown["damaged"] == is_bad and [c["damaged"] for c in shown["chunks"]["rows"]] == [is_bad]
+        assert client.get(f"{at}/leaves/{leaf}/map").json()["damaged"] == [0] * is_bad
+        assert ("This leaf is damaged" in client.get(f"{at.removeprefix('/api/v1')}/leaves/{leaf}").text) is is_bad
+        number = shown["chunks"]["rows"][0]["file"]
+        file = index.file_list[number]
+        assert client.get(f"{at}/files/{number}").json()["rows"][0]["damaged"] == is_bad
+        strip = client.get(f"{at}/files/{number}/strip").json()["damaged"]
+        assert strip == ([[file.header, file.header + file.nbytes]] if is_bad else [])
+    assert main(["verify", str(path)]) == 1 and capsys.readouterr().out.count("checksum") == 110
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert f"; and 110 more, which treeckpt verify {path} prints" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What changed most between two checkpoints: measured once by a job, kept, ranked by array and by layer."""
 
+import json
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tests.dashboard.helpers import client_of
 from tests.helpers.background import until
 from tests.helpers.samples import write_checkpoint
+from treeckpt._cli.main import main
 
 
 def states():
@@ -77,6 +79,33 @@ def test_arrays_and_layers_are_ranked_by_relative_change(pair):
     [found] = client.get("/api/v1/diff/changes", params={**query, "q": "1.W"}).json()["rows"]
     assert found["path"] == "layers.1.w"
     assert "layers.2.b" in client.get("/diff/changes", params=query).text
+
+
+def test_optimizer_state_is_ranked_apart_and_the_command_lists_it_last(tmp_path, capsys):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        parts = {"exp_avg": np.full(9, 10.0**step), "exp_avg_sq": np.full(9, 100.0**step)}
+        tree = {"model": {"h.0.w": np.full(9, 1 + step / 9), "h.1.w": np.ones(9)}, "optimizer": {"state": {0: parts}}}
+        write_checkpoint(run / f"step_{step:08d}", tree, step=step, world=1)
+    client = client_of(run, tmp_path / "cache")
+    [found] = client.get("/api/v1/runs").json()["runs"]
+    b, a = (row["id"] for row in found["checkpoints"])
+    page = measured(client, {"a": a, "b": b})
+    assert page["parts"] == {"parameters": 2, "optimizer": 2, "all": 4} and page["part"] == "parameters"
+    assert [row["path"] for row in page["rows"]] == ["model/h.0.w", "model/h.1.w"]
+
+    def paths(**query):
+        rows = client.get("/api/v1/diff/changes", params={"a": a, "b": b, **query}).json()["rows"]
+        return [row["path"] for row in rows]
+
+    moments = ["optimizer/state/0/exp_avg_sq", "optimizer/state/0/exp_avg"]
+    assert paths(part="optimizer") == moments and paths(part="all")[:2] == moments
+    assert paths(by="layer") == ["model/h.0", "model/h.1"]
+    assert paths(by="layer", part="optimizer") == ["optimizer/state/0"]
+    assert main(["diff", "--values", "--json", *map(str, sorted(run.iterdir()))]) == 0
+    assert [one["path"] for one in json.loads(capsys.readouterr().out)["values"]] == ["model/h.0.w", *moments]
+    text = client.get("/diff/changes", params={"a": a, "b": b, "part": "optimizer"}).text
+    assert "exp_avg_sq" in text and "model/h.0.w" not in text
 
 
 def test_what_was_measured_is_kept_as_long_as_the_files_stay_the_same(pair, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.large import large_index
-from tests.helpers.samples import gpt_state, write_checkpoint
+from tests.helpers.samples import gpt_state, write_checkpoint, write_metrics
 from treeckpt._core.format.byte_map import extents_in_file, layout_of, locate_chunks
 from treeckpt._core.format.records import AliasRecord
 from treeckpt._core.tree.containers import PerRank
@@ -32,6 +32,13 @@ def both(tmp_path_factory):
     summary = write_outline(index, folder / "c.outline")
     assert summary == summarize_index(index)
     return Outline.of(index), StoredOutline(folder / "c.outline")
+
+
+def test_a_metric_that_is_no_number_comes_back(tmp_path):
+    write_metrics(tmp_path, {1: {"loss": np.nan, "best": np.inf}})
+    summary = write_outline(read_index(tmp_path / "step_00000001"), tmp_path / "outline")
+    back = StoredOutline(tmp_path / "outline").summary
+    assert np.isnan(back.metrics["loss"]) and back.metrics["best"] == summary.metrics["best"] == np.inf
 
 
 def names(outline):

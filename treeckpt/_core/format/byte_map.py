@@ -166,8 +166,12 @@ class DamagedLeaf(msgspec.Struct, frozen=True, order=True):
 
 def leaves_in_range(index: Index, file: File, start: int, stop: int) -> list[int]:
     """Returns the numbers of the leaves in bytes `start:stop` of a file; all its leaves if its header is hit."""
+    return _leaves_of(extents_in_file(index, file), file, start, stop)
+
+
+def _leaves_of(extents: Iterable[Extent], file: File, start: int, stop: int) -> list[int]:
     whole = start < file.header
-    return [e.leaf for e in extents_in_file(index, file) if whole or (e.start < stop and e.stop > start)]
+    return [e.leaf for e in extents if whole or (e.start < stop and e.stop > start)]
 
 
 def disk_text(index: Index, disk: Disk) -> str:
@@ -193,9 +197,12 @@ def damaged_leaves(
         rank: the rank whose state counts under `PerRank`; None counts that of all ranks.
     """
     damaged: dict[int, list[DamagedLeaf]] = {}
+    extents: dict[str, list[Extent]] = {}
     for part in bad:
         file = index.file_names[part.file]
-        for number in dict.fromkeys(leaves_in_range(index, file, part.start, part.stop)):
+        if file.name not in extents:
+            extents[file.name] = extents_in_file(index, file)
+        for number in dict.fromkeys(_leaves_of(extents[file.name], file, part.start, part.stop)):
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):
                 path = leaf.path if rank is not None else rank_path(leaf.path, file.rank)

@@ -284,14 +284,15 @@ class ObstoreBucket:
     def list(self, prefix: str) -> ObjectListing:
         look = self._looks.pop(prefix, None)
         begin, seconds = time.monotonic(), LISTING
-        children = partial(self._obstore.list_with_delimiter_async, self._store, prefix or None)
+        begin_children = partial(self._obstore.list_with_delimiter_async, self._store, prefix or None)
+        children = partial(self._obstore.list_with_delimiter, self._store, prefix or None)
         try:
-            listing = self._retry("list", prefix, lambda: _within(seconds, children))
+            listing = self._retry("list", prefix, lambda: _within(seconds, begin_children, children))
         except TimeoutError:
             for _ in self.walk(prefix):  # raises where it never ends
                 pass
             seconds = 2 * (time.monotonic() - begin)  # as obstore collects all pages itself
-            listing = self._retry("list", prefix, lambda: self._page(prefix, children, seconds))
+            listing = self._retry("list", prefix, lambda: self._page(prefix, begin_children, children, seconds))
         self._window.expect(time.monotonic() - begin)
         if not listing["objects"] and not listing["common_prefixes"]:
             look.result() if look is not None else self._check_empty_listing(prefix)
@@ -307,7 +308,7 @@ class ObstoreBucket:
             nonlocal pages
             pages = pages or self._obstore.list(self._store, prefix or None, offset=last, chunk_size=1000)
             try:
-                return self._page(prefix, lambda: anext(pages, None))
+                return self._page(prefix, lambda: anext(pages, None), lambda: next(pages, None))
             except self._obstore.exceptions.BaseError:
                 pages = None  # the retry continues behind the last object
                 raise
@@ -322,11 +323,11 @@ class ObstoreBucket:
         if last is None:
             self._check_empty_listing(prefix)
 
-    def _page(self, prefix: str, begin: Callable[[], Awaitable[T]], seconds: float = 0.0) -> T:
+    def _page(self, prefix: str, begin: Callable[[], Awaitable[T]], call: Callable[[], T], seconds: float = 0.0) -> T:
         """Waits for a part of a listing, `PAGE_SECONDS` unless told; raises StoreError if it does not come."""
         seconds = seconds or PAGE_SECONDS
         try:
-            return _within(seconds, begin)
+            return _within(seconds, begin, call)
         except TimeoutError:
             raise self._endless(prefix, f"nothing more within {seconds:.0f} s") from None
 
@@ -575,10 +576,14 @@ class ObstoreBucket:
         raise AssertionError("the last try returns or raises")
 
 
-def _within(seconds: float, begin: Callable[[], Awaitable[T]]) -> T:
+def _within(seconds: float, begin: Callable[[], Awaitable[T]], call: Callable[[], T]) -> T:
     """Waits for a call of obstore in a thread; raises TimeoutError, and cancels the call, after so many seconds.
 
-    Calls that are not asynchronous go through all pages of a listing without a look at a signal or a clock.
+    Args:
+        begin: begins the call.
+        call: the same call, not asynchronous: it goes through all pages of a listing without a look at a signal or a
+            clock. It is made only where no thread can be started and the thread of the caller runs an event loop, as
+            that of a notebook does: it cannot run a second one.
     """
     import asyncio  # takes 20 ms
 
@@ -588,7 +593,14 @@ def _within(seconds: float, begin: Callable[[], Awaitable[T]]) -> T:
         running.append((asyncio.get_running_loop(), asyncio.current_task()))
         return await asyncio.wait_for(begin(), seconds)
 
-    done = call_in_thread(lambda: asyncio.run(wait()), "treeckpt-list")
+    def run() -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(wait())
+        return call()
+
+    done = call_in_thread(run, "treeckpt-list")
     try:
         return done.result()
     except BaseException:  # an interrupt must not leave the thread, for which the end of the process waits
