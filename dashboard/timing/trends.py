@@ -10,7 +10,7 @@ one slow save of many does not vanish. Each bin leads to its longest save.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,7 +249,7 @@ class TrendTables:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._kept = {run.id: LastResult[Listed, RunTrends]() for run in library.runs}
+        self._kept = defaultdict[str, LastResult[Listed, RunTrends]](LastResult)
 
     def page(self, run_id: str, start: int, low: int, high: int) -> TrendsPage:
         """Returns the page of a run.

@@ -100,7 +100,9 @@ def test_lists_filters_metrics_and_the_command_count_the_same_states(serve, tmp_
     assert [one["step"] for one in listed if one["intact"]] == [100]
     assert Counter(info.status for info in scan(run)) == counts
     text = client.get(f"/runs/{found['id']}").text
-    assert ">1<small>complete</small>" in text and ">3<small>damaged</small>" in text and "1 known to be intact" in text
+    assert (
+        ">1<small>complete,</small>" in text and ">3<small>damaged</small>" in text and "1 known to be intact" in text
+    )
     assert "committed" not in text and "corrupt" not in text
 
 
