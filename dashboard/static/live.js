@@ -32,7 +32,10 @@ const busy = () => has('[data-live][data-busy="1"]');
 const soon = () => loading() || has('[data-soon][data-busy="1"]');
 
 /** When the server last saw a change of what the page shows; NaN where it does not say. */
-const changedAt = () => Date.parse(/** @type {HTMLElement | null} */ (document.querySelector("[data-changed]"))?.dataset.changed ?? "");
+const changedAt = () => {
+  const holder = /** @type {HTMLElement | null} */ (document.querySelector("[data-changed]"));
+  return Date.parse(holder?.dataset.changed ?? "");
+};
 
 /** @param {number} ms */
 const clock = (ms) => `${new Date(ms).toISOString().slice(11, 16)} UTC`;

@@ -23,12 +23,12 @@ from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.checkpoint import LruStatCache, StatCache
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
 

@@ -296,7 +296,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     ]
     timed = _timed(rows)
     metrics = Counter(name for row in rows for name in row.info.metrics).most_common(MAX_METRICS)
-    text = trend_text(timed, offenders(timed), _hosts_of_last(library, run, rows))
+    text = trend_text(timed, offenders(timed), partial(_hosts_of_last, library, run, rows))
     return RunTrends(run, rows, text, [name for name, _ in metrics])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .._core.format.files import is_step_name, step_name
 from .._core.format.index import INDEX_NAME
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.checkpoint import LruStatCache, NewestIndex, StatCache
 from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run, open_store
 from .._io.storage.store import RunStore
@@ -24,7 +24,6 @@ from .catalog import (
     regular_files,
     that_counts,
 )
-from .stat_cache import LruStatCache, StatCache
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

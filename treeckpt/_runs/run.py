@@ -49,7 +49,7 @@ from .._inspect.deletion import (
     plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.checkpoint import KnownIndex, NewestIndex
+from .._io.storage.checkpoint import KnownIndex, LruStatCache, NewestIndex, StatCache
 from .._io.storage.deletions import (
     DECIDED,
     GRACE,
@@ -84,7 +84,6 @@ from .catalog import (
     step_info,
     with_verification,
 )
-from .stat_cache import LruStatCache, StatCache
 from .verification import (
     DamagedPart,
     VerificationStore,
