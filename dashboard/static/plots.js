@@ -165,7 +165,7 @@ function wholeNumbers(low, high, step) {
  *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
  *   low: number | null, high: number | null,
  * }} Shown
-  * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint">} Sign
+ * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint">} Sign
  */
 
 /**
