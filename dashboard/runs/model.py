@@ -17,7 +17,7 @@ from treeckpt._runs.run_state import RunActivity, activity_at
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, iso_time, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .run_table import (
@@ -90,6 +90,8 @@ class RunPart(msgspec.Struct, frozen=True):
     """Saves that hang, or were killed where that cannot be seen from here."""
     statuses: dict[str, int]
     """Directories by status."""
+    changed: str | None
+    """When anything of it last changed, as far as this server has seen."""
     scan: ScanProgress
     keep: str
     """The policies from which `kept` and `goes` are computed; empty if none are known."""
@@ -169,7 +171,7 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         activity = run_activity(library, run, summarize_run(run, listed, policies_of(library, listed)))
         minute = time.time_ns() // 60_000_000_000 if activity is not None and activity.state == "late" else ""
         scanned = (progress.seen, progress.total) if not progress.complete else ""
-        parts.append(f"{watch.version}.{scanned}.{activity.state if activity else ''}{minute}")
+        parts.append(f"{run.id}.{watch.version}.{scanned}.{activity.state if activity else ''}{minute}")
     return "-".join(parts)
 
 
@@ -273,6 +275,7 @@ def _run_part(
         good_age=good_age(summary.resume, time.time_ns()),
         activity=run_activity(library, run, summary),
         values=metric_cells(run, listed, columns),
+        changed=iso_time(watch.changed_ns),
         scan=watch.progress,
         keep=keep_text(policies),
         goes=len(summary.gone),

@@ -6,6 +6,7 @@ which no page is built.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from fastapi import Query, Request
@@ -24,7 +25,8 @@ from .usage import CleanUpPlans, UsagePage, usage_page
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
     sort=Query(
-        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+        pattern=f"^({SORTS})$",
+        description="newest, oldest, bytes, time, step, status or metric:NAME, with a minus before it to reverse it",
     ),
     action=Query(description="start or cancel a scan"),
     best=Query(
@@ -45,13 +47,23 @@ NONE: list[str] = []
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
-def _check_tag(request: Request, library: Library, runs: Sequence[Run]) -> None:
+def _check_tag(request: Request, library: Library, runs: Sequence[Run], more: str = "") -> None:
     """Sets the ETag of an answer about these runs.
 
     Raises:
         NotModified: the client has it.
     """
-    check_version(request, model.run_tag(library, runs, wait=1.0 if is_polled(request) else 0.0))
+    version = model.run_tag(library, runs, wait=1.0 if is_polled(request) else 0.0)
+    check_version(request, f"{version} {more}")
+
+
+def get_live(request: Request, library: Library, rates: live.SaveRates, start: int = 0) -> live.LivePage:
+    """Saves of every run that have not ended: those in progress, then the stalled ones, then those that were killed."""
+    library.start_scans(library.runs)
+    saving = any(info.saving for run in library.runs for _, info in library.checkpoints(run, wait=1.0))
+    # What a save waits for is said with seconds.
+    _check_tag(request, library, library.runs, f"{time.time() // live.SPELL:.0f}" if saving else "")
+    return live.live_page(library, rates, start)
 
 
 def get_runs(
@@ -65,7 +77,7 @@ def get_runs(
 ) -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library.runs
-    if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
+    if len(runs) == 1 and not library.has_folders and not request.scope["path"].startswith("/api/"):
         query = request.url.query
         return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
     _check_tag(request, library, runs)
@@ -150,6 +162,6 @@ router.get(
     low=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the first step"),
     high=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the last step"),
 )
-router.get("/live", live.live_page, "live.html")
+router.get("/live", get_live, "live.html")
 router.get("/usage", get_usage, "usage.html", table="runs")
 router.show("/metrics", show_metrics)

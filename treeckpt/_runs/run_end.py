@@ -19,11 +19,11 @@ import msgspec
 from .._core.format.decoding import decode_json
 from .._core.format.files import ended_name
 from .._core.format.index import INDEX_NAME
+from .._io.storage.checkpoint import StatCache
 from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._saving.session import reset_after_fork
 from ..errors import CorruptError, StoreError, TreeckptError, visible
 from ..reports import SaveReport
-from .stat_cache import StatCache
 
 if TYPE_CHECKING:
     from .schedule import SaveSchedule
