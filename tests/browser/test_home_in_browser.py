@@ -60,7 +60,9 @@ def test_whether_a_run_trains_is_seen_at_once(watched, place):
     expect(page.locator("table.home tbody tr", has_text="run-07")).to_contain_text("ended")
     row.get_by_role("link", name="late", exact=True).click()
     said = page.get_by_role("region", name="Resume from").get_by_role("status")
-    expect(said).to_have_text(re.compile(r"^Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually"))
+    expect(said).to_have_text(
+        re.compile(r"^Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually")
+    )
     page.set_viewport_size({"width": 390, "height": 800})
     expect_phone_width(page)
 

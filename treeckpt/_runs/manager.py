@@ -747,7 +747,7 @@ class Manager:
         """Waits for the pending saves, as `wait` does, restores the signal handlers, and marks the run as finished."""
         try:
             self.wait(timeout)
-            self._end.write(self.schedule)
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         finally:
             self.schedule.close()
             self._loop.close()
@@ -769,7 +769,7 @@ class Manager:
             self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
             self.retention.wait()
-            self._end.write(self.schedule)
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         else:
             self.close()
 

@@ -12,7 +12,6 @@ import logging
 import time
 from functools import partial
 from signal import Signals
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,9 +23,6 @@ from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._saving.session import reset_after_fork
 from ..errors import CorruptError, StoreError, TreeckptError, visible
 from ..reports import SaveReport
-
-if TYPE_CHECKING:
-    from .schedule import SaveSchedule
 
 _log = logging.getLogger("treeckpt")
 MAX_MARK = 4096
@@ -68,13 +64,17 @@ class EndMark:
         """Takes the report of a save that has ended; None of one that failed."""
         self._saved = (report or self._saved) if self._rank == 0 else None
 
-    def write(self, schedule: SaveSchedule) -> None:
-        """Writes the mark, if something was saved since the last one: finished, unless a signal or an error came."""
+    def write(self, signum: int, *, stopping: bool) -> None:
+        """Writes the mark, if something was saved since the last one: finished, unless a signal or an error came.
+
+        Args:
+            signum: the signal that this rank got; 0 without one.
+            stopping: whether the last save was made because of a signal, which another rank may have got.
+        """
         saved, self._saved = self._saved, None
         if saved is None or isinstance(self.error, StoreError):  # a store that is down would delay the error
             return
-        stopped_by = "a signal" if schedule.stopping else ""  # another rank may have got it
-        stopped_by = Signals(schedule.signum).name if schedule.signum else stopped_by
+        stopped_by = Signals(signum).name if signum else "a signal" if stopping else ""
         if self.error is not None and not stopped_by:
             stopped_by = type(self.error).__name__
         folder = self._store.folder(saved.path.rstrip("/").rpartition("/")[2])
