@@ -10,7 +10,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.corruption import flip
-from tests.helpers.world import shards_of
+from tests.helpers.world import reseal, shards_of
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage.open import open_store
@@ -99,6 +99,15 @@ def test_what_is_lost_is_copied_back_and_then_verified_by_the_command(step, name
     assert run(advice.command) == 0
     info, advice = advice_for(step)
     assert info.status == "complete" and info.intact and advice is None
+
+
+def test_an_index_of_a_newer_version_is_not_to_be_replaced(step):
+    def newer(document):
+        document["version"] = 99
+
+    reseal(step, newer)
+    info, advice = advice_for(step)
+    assert info.status == "damaged" and "99" in info.error and advice is None
 
 
 def killed(step, when):

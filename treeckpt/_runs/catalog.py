@@ -608,6 +608,10 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
             raise
         except TreeckptError as error:
             nbytes = sum(files[file].nbytes for file in files if parse_shard_name(file) is not None)
+            # other hints say what else to do, as of an index of a newer version, which a repair must not replace
+            damaged = "verify --repair" in error.hint
+            if damaged:
+                error = TreeckptError(error.path, expected=error.expected, found=error.found)
             return CheckpointInfo(
                 name,
                 folder.place,
@@ -616,7 +620,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
                 nbytes=nbytes,
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
-                fault="index_damaged",
+                fault="index_damaged" if damaged else "",
             )
         for file, _ in (*summary.sizes, *summary.sidecars):
             # What is there and no regular file is a link: this raises that it is not followed, which is no damage.
