@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from typing import Literal
 
 import msgspec
 
@@ -27,12 +28,28 @@ FIRST = 3
 """Failures on the page of a run."""
 
 
-class FailureRow(SaveFailure, frozen=True, kw_only=True):
+class FailureRow(msgspec.Struct, frozen=True):
     """A save that was not committed."""
 
+    save_id: str
+    name: str
+    """Name of the checkpoint's directory in the run."""
+    step: int | None
+    what: Literal["failed", "killed", "unfinished"]
+    """failed: with an error; killed: the process that was to commit it ended; unfinished: it hangs, or was killed where
+    that could not be seen."""
     began: str | None
     ended: str
     """When it failed, or was last heard of."""
+    world: int | None
+    ranks: int
+    """The number of ranks of which a progress record was found."""
+    phase: str | None
+    written: int
+    planned: int
+    """Bytes that these ranks were to write."""
+    error: str
+    """The error of a failed save, with rank and path."""
     text: str
     """What happened, as a sentence without the error."""
     checkpoint: str | None

@@ -28,8 +28,8 @@ from ..pages.answers import NotModified, TableTooLong, describe_responses, is_ap
 from ..pages.checkpoints import loading_page
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
-from ..runs.first_nan import NanJobs
 from ..runs.failures import FailureLists
+from ..runs.first_nan import NanJobs
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
 from ..runs.usage import CleanUpPlans

@@ -41,6 +41,7 @@ PLACES = [
     "{r}",
     "{r}/trends",
     "{r}/first-nan",
+    "{r}/failures",
 ]
 """An address of each page: of a checkpoint at `c`, of a run at `r`."""
 

@@ -15,6 +15,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
 from tests.helpers.s3 import S3
+from tests.helpers.killed_saves import DEAD, leave_killed
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import Progress, encode_progress, progress_name, step_name
@@ -25,21 +26,9 @@ from treeckpt._runs.discovery import scan
 from treeckpt._runs.failures import DIRECTORY, MAX_KEPT, Failures, SaveFailure, failures_of
 from treeckpt._runs.run import RunDirectory
 
-DEAD = "d" * 16
-
 
 def known(run: Any) -> Failures:
     return failures_of(open_run(run), scan(run))
-
-
-def killed(run: Any, step: int = 7, *, save_id: str = DEAD, ago: int = 100) -> None:
-    """Leaves in a run what a killed save of two ranks leaves, of which one had reported."""
-    folder, now = open_run(run).folder(step_name(step)), time.time_ns() - ago * 10**9
-    folder.prepare()
-    ended = msgspec.structs.replace(this_process(), started=this_process().started + 1)
-    record = Progress(save_id, 0, 2, step, "write", 250, 1000, now - 5 * 10**9, now, owner=ended)
-    folder.publish(progress_name(0, save_id), encode_progress(record), replace=True)
-    folder.publish(shard_name(save_id, 0, 2), b"x", replace=True)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -76,8 +65,8 @@ def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_save_stays_listed_when_a_save_or_a_clean_up_has_removed_it(tmp_path: Path) -> None:
-    killed(tmp_path)
-    killed(tmp_path, 8, save_id="e" * 16, ago=50)
+    leave_killed(tmp_path)
+    leave_killed(tmp_path, 8, save_id="e" * 16, ago=50)
     before = known(tmp_path).rows
     assert [(row.save_id, row.what, row.step) for row in before] == [("e" * 16, "killed", 8), (DEAD, "killed", 7)]
     far = "25% of 1 kB written by 1 of 2 ranks, as far as they reported"
@@ -92,7 +81,7 @@ def test_a_killed_save_stays_listed_when_a_save_or_a_clean_up_has_removed_it(tmp
 
 def test_a_save_that_was_committed_is_not_listed(tmp_path: Path) -> None:
     report = tc.save(tmp_path / step_name(3), {"s": 3}, step=3)
-    killed(tmp_path, 3, save_id=report.save_id)
+    leave_killed(tmp_path, 3, save_id=report.save_id)
     directory = RunDirectory(tmp_path)
     directory.failures.keep([SaveFailure(report.save_id, step_name(3), 3, "failed", 1, 2, error="no answer")])
     assert not known(tmp_path).rows
@@ -117,7 +106,7 @@ def test_a_run_that_takes_no_file_and_a_link_make_no_save_fail(tmp_path: Path) -
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run" / DIRECTORY).symlink_to(tmp_path / "elsewhere")
-    killed(tmp_path / "run")
+    leave_killed(tmp_path / "run")
     with tc.Manager(tmp_path / "run", background=False) as manager:
         manager.save(7, {"s": 7})
         with pytest.raises(tc.TreeError):
@@ -134,7 +123,7 @@ def test_a_run_that_takes_no_file_and_a_link_make_no_save_fail(tmp_path: Path) -
 
 def test_failures_in_an_object_store_are_listed_too(s3: S3) -> None:
     run = s3.url("run")
-    killed(run)
+    leave_killed(run)
     with tc.Manager(run, background=False) as manager:
         manager.save(7, {"w": np.ones(4)})
         with pytest.raises(tc.TreeError):
@@ -149,8 +138,8 @@ def test_the_command_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
     tc.save(tmp_path / step_name(1), {"s": 1}, step=1)
     assert main(["ls", "--failures", str(tmp_path)]) == 0
     assert "No save is known to have failed or to have been killed in the last 7 days." in capsys.readouterr().out
-    killed(tmp_path)
-    killed(tmp_path, 8, save_id="e" * 16, ago=9 * 86_400)
+    leave_killed(tmp_path)
+    leave_killed(tmp_path, 8, save_id="e" * 16, ago=9 * 86_400)
     assert main(["ls", "--failures", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert f"{step_name(7)}, save {DEAD}. The save was killed" in out and "1 before that" in out and "eeee" not in out

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -29,8 +29,8 @@ from .._core.format.timings import Timings
 from .._core.text import bytes_text, count_text, seconds_text
 from .._io.process import send_late
 from .._io.storage.checkpoint import read_timings
-from .._io.storage.deletions import committed_save_id
-from .._io.storage.store import RunStore, Store, for_each
+from .._io.storage.deletions import GRACE, committed_save_id
+from .._io.storage.store import DirectoryEntry, RunStore, Store, for_each
 from ..errors import CheckpointExists, TreeckptError
 from .active_saves import SaveUnderWay, saves_under_way
 from .catalog import CheckpointInfo
@@ -39,6 +39,8 @@ DIRECTORY = ".failures"
 """The name of the directory in the run."""
 MAX_KEPT = 200
 """Files in the directory, at most."""
+MAX_READ = 2 * MAX_KEPT
+"""Files that are read, at most."""
 MAX_ERROR = 4000
 """Characters of an error that are kept."""
 MAX_FILE = 64 << 10
@@ -133,7 +135,9 @@ class FailureHistory:
         try:
             if (folder := self._folder()) is None:
                 return [], f"{DIRECTORY} is a link, which is not followed"
-            names = [name for name, entry in folder.entries().items() if entry.regular and _NAME.fullmatch(name)]
+            entries = {name: e for name, e in folder.entries().items() if e.regular and _NAME.fullmatch(name)}
+            # others may have put any number of files there
+            names = _oldest_first(entries)[-MAX_READ:]
             new = [name for name in names if name not in known]
             for name, found in zip(new, for_each(folder, lambda name: _read(folder, name), new), strict=True):
                 if found is not None:
@@ -142,7 +146,7 @@ class FailureHistory:
                 del known[name]
         except (TreeckptError, OSError) as error:
             return list(known.values()), f"{DIRECTORY} could not be read: {error}"
-        unread = len(names) - len(known)
+        unread = len(entries) - len(known)
         return list(known.values()), f"{count_text(unread, 'file')} of {DIRECTORY} could not be read" * (unread > 0)
 
     def keep(self, failures: Iterable[SaveFailure] = ()) -> None:
@@ -160,9 +164,11 @@ class FailureHistory:
                 with contextlib.suppress(CheckpointExists):  # another process has written it
                     folder.publish(f"failed.{save_id}.json", msgspec.json.encode(failure), replace=False)
                 self._unwritten.pop(save_id, None)
-            entries = {name: e for name, e in folder.entries().items() if _NAME.fullmatch(name)}
-            ordered = sorted(entries, key=lambda name: (entries[name].modified_ns, name))
-            for name in ordered[: max(0, len(ordered) - MAX_KEPT)]:
+            entries, now_ns = folder.entries(), time.time_ns()
+            old = _oldest_first({name: entry for name, entry in entries.items() if _NAME.fullmatch(name)})[:-MAX_KEPT]
+            # a process that is killed leaves a temporary file
+            cut = (name for name in entries if name.startswith(".failed.") and name.endswith(".tmp"))
+            for name in (*old, *(name for name in cut if now_ns - entries[name].modified_ns > GRACE * 1e9)):
                 folder.delete(name)
 
     def keep_removed(self, folder: Store, names: Collection[str], *, committed: str = "") -> None:
@@ -176,6 +182,10 @@ class FailureHistory:
             self.keep(failures_in(folder, names, committed=committed))
 
 
+def _oldest_first(entries: Mapping[str, DirectoryEntry]) -> list[str]:
+    return sorted(entries, key=lambda name: (entries[name].modified_ns, name))
+
+
 class SaveFailures(msgspec.Struct, frozen=True):
     """What one save of a manager reports its failure to, on rank 0."""
 
@@ -187,7 +197,9 @@ class SaveFailures(msgspec.Struct, frozen=True):
         """Keeps that the save has failed, unless its index is in place all the same."""
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
         now_ns = time.time_ns()
-        failure = SaveFailure(save_id, self.folder.name, self.step, "failed", began_ns, now_ns, world, error=text)
+        failure = SaveFailure(
+            save_id, self.folder.name, self.step, "failed", began_ns=began_ns, ended_ns=now_ns, world=world, error=text
+        )
 
         def keep() -> None:
             with contextlib.suppress(Exception):
@@ -208,7 +220,7 @@ def _read(folder: Store, name: str) -> SaveFailure | None:
     with contextlib.suppress(TreeckptError, OSError, msgspec.MsgspecError, ValueError, RecursionError):
         found = decode_json(folder.read(name, limit=MAX_FILE), SaveFailure)
         numbers = (found.began_ns or 0, found.ended_ns, found.written, found.planned)
-        sound = 0 <= min(numbers) and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_RECORDED_STEP
+        sound = min(numbers) >= 0 and max(numbers) < MAX_NBYTES and abs(found.step or 0) <= MAX_RECORDED_STEP
         sound &= 0 <= found.ranks <= MAX_WORLD and 0 < (found.world or 1) <= MAX_WORLD
         if sound and name == f"failed.{found.save_id}.json":
             return found
@@ -250,7 +262,7 @@ def failures_in(folder: Store, names: Collection[str] | None = None, *, committe
         with contextlib.suppress(TreeckptError, OSError):
             timings = read_timings(folder, save_id) if any(name.startswith("timings.") for name in files) else None
         newest_ns = max(entries[name].modified_ns for name in files)
-        return _failure(folder.name, save_id, files, timings, under_way.get(save_id), newest_ns)
+        return _failure(folder.name, save_id, files, timings=timings, save=under_way.get(save_id), newest_ns=newest_ns)
 
     return [failure for failure in for_each(folder, describe, list(wanted)) if failure is not None]
 
@@ -259,6 +271,7 @@ def _failure(
     name: str,
     save_id: str,
     files: Sequence[str],
+    *,
     timings: Timings | None,
     save: SaveUnderWay | None,
     newest_ns: int,
@@ -268,7 +281,8 @@ def _failure(
         began_ns = min((span.start_ns for span in timings.spans), default=None)
         ended_ns = max((span.stop_ns for span in timings.spans), default=newest_ns)
         error = timings.error[:MAX_ERROR]
-        return SaveFailure(save_id, name, timings.step, "failed", began_ns, ended_ns, timings.world, error=error)
+        found = SaveFailure(save_id, name, timings.step, "failed", began_ns, ended_ns)
+        return msgspec.structs.replace(found, world=timings.world, error=error)
     if save is not None and save.state == "in_progress":
         return None
     if save is not None:
@@ -277,19 +291,19 @@ def _failure(
             name,
             save.step,
             "killed" if save.state == "killed" else "unfinished",
-            save.started_ns,
-            max(save.heard_ns, save.updated_ns),
-            save.world,
-            save.ranks,
-            save.phase,
-            save.written,
-            save.planned,
+            began_ns=save.started_ns,
+            ended_ns=max(save.heard_ns, save.updated_ns),
+            world=save.world,
+            ranks=save.ranks,
+            phase=save.phase,
+            written=save.written,
+            planned=save.planned,
         )
     # timings without an error and without a record are those of a save that had ended well
     if any(file.startswith("timings.") for file in files):
         return None
     world = next((parsed[2] for file in files if (parsed := parse_shard_name(file)) is not None), None)
-    return SaveFailure(save_id, name, None, "unfinished", None, newest_ns, world)
+    return SaveFailure(save_id, name, None, "unfinished", None, ended_ns=newest_ns, world=world)
 
 
 def failures_of(

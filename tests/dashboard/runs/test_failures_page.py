@@ -8,11 +8,13 @@ import pytest
 import treeckpt as tc
 from tests.dashboard.helpers import client_of, page
 from tests.helpers.background import until
-from tests.runs.test_failures import DEAD, killed
+from tests.helpers.killed_saves import DEAD, leave_killed
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
 from treeckpt._runs.failures import SaveFailure
 from treeckpt._runs.run import RunDirectory
+from treeckpt.errors import visible
+from treeckpt_dashboard.pages.checkpoints import iso_time
 
 HOSTILE = "<img src=x>\u202e"
 
@@ -27,7 +29,7 @@ def test_pages_json_and_command_list_the_same_failures(tmp_path, capsys):
     assert "No save is known to have failed" in client.get(at).text
     with pytest.raises(tc.TreeError), tc.Manager(run, background=False) as manager:
         manager.save("tuned", {"s": object()})
-    killed(run)
+    leave_killed(run)
     history, now = RunDirectory(run).failures, time.time_ns()
     history.keep(SaveFailure(f"{n:016x}", step_name(n), n, "failed", now - 9, now - n, error=HOSTILE) for n in range(4))
     history.keep([SaveFailure("f" * 16, step_name(9), 9, "failed", 1, now - 9 * 86_400 * 10**9)])
@@ -38,9 +40,11 @@ def test_pages_json_and_command_list_the_same_failures(tmp_path, capsys):
     assert after["rows"] == found["rows"][:3] and "All 6" in client.get(at).text
     assert main(["ls", "--failures", "--json", str(run)]) == 0
     [listed] = json.loads(capsys.readouterr().out)
-    assert [{name: row[name] for name in ("save_id", "what", "step", "text", "ended_ns")} for row in found["rows"]] == [
-        {name: row[name] for name in ("save_id", "what", "step", "text", "ended_ns")} for row in listed["failures"]
-    ]
+    shared = found["rows"][0].keys() & listed["failures"][0].keys()
+    assert shared >= {"save_id", "name", "step", "what", "error", "text", "world", "written"}
+    rows = [[{name: row[name] for name in shared} for row in rows] for rows in (found["rows"], listed["failures"])]
+    assert [row | {"error": visible(row["error"])} for row in rows[1]] == rows[0]
+    assert [row["ended"] for row in found["rows"]] == [iso_time(row["ended_ns"]) for row in listed["failures"]]
     assert found["rows"][-1]["save_id"] == DEAD and found["rows"][-1]["checkpoint"], "its files are still there"
     text = client.get(f"{at}/failures").text
     assert HOSTILE not in text and "&lt;img src=x&gt;\\u202e" in text
