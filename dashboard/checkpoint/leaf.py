@@ -24,6 +24,7 @@ from treeckpt._core.sharding.region import Region
 from treeckpt._core.text import blob_text, count_text, layout_text, placement_text, value_text, value_type
 from treeckpt._core.tree.keyed_table import table_path
 from treeckpt._core.tree.spec import ArraySpec
+from treeckpt._inspect.numbers import Moments
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, peek_blob
 from treeckpt._loading.table_row import TableRow, find_row, ids_of_table
@@ -114,16 +115,10 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "", id:
     """
     checkpoint, outline, index = tree.row, tree.outline, tree.index
     leaf = leaf_of(index, number)
-    statistics = statistics_of(tree.library, tree.checkpoint.info)
     base = stored_leaf(index, leaf)
     layout = layout_of(index, base)
-    wanted, problem = None, None
-    try:
-        wanted = parse_region(region, base.spec.shape) if base.spec else None
-    except ValueError as error:
-        problem = str(error)
-    row = statistics.row_of(base.path) if statistics is not None else None
-    moments = statistics.row(row) if statistics is not None and row is not None else None
+    wanted, problem = _chosen_region(base, region)
+    moments = _moments_of(tree, base)
     firsts = (moments.first_nan, moments.first_infinite) if moments is not None else ()
     places = [element_place(index, base, at) for at in firsts] or [None, None]
     damage = tree.damage
@@ -167,6 +162,21 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "", id:
         row=found,
         row_problem=row_problem,
     )
+
+
+def _chosen_region(base: Leaf, text: str) -> tuple[Region | None, str | None]:
+    """Returns the region of an array that is typed, or what is wrong with it."""
+    try:
+        return parse_region(text, base.spec.shape) if base.spec else None, None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _moments_of(tree: OpenTree, base: Leaf) -> Moments | None:
+    """Returns the statistics of an array; None if they are not known."""
+    statistics = statistics_of(tree.library, tree.checkpoint.info)
+    row = statistics.row_of(base.path) if statistics is not None else None
+    return statistics.row(row) if statistics is not None and row is not None else None
 
 
 def _row_of(tree: OpenTree, ids: int, id_text: str) -> tuple[TableRow | None, str | None]:

@@ -19,7 +19,7 @@ BYTES = "application/octet-stream"
 
 router = PageRouter(
     node=Query(max_length=1000, description="positions of a node from the root, as `0.3.12`"),
-    at=Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension"),
+    at=Query(max_length=2000, pattern=r"^[0-9,]*$", description="a position for each dimension, as `0,3,7`"),
     region=Query(max_length=500, description="a part of an array, as `100:200, :, 7`"),
     id=Query(max_length=40, description="an id of a keyed table, as a text: 64 bits, signed or unsigned"),
     path=Query(max_length=20_000),

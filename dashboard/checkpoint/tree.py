@@ -14,7 +14,7 @@ from treeckpt._core.text import value_text, value_type
 from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
-from treeckpt._inspect.treemap import TreemapKey, treemap_of
+from treeckpt._inspect.treemap import TreemapKey, node_and_range, treemap_of
 from treeckpt_dashboard.checkpoint.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 from ..pages.checkpoints import (
@@ -363,11 +363,14 @@ def treemap_page(
     """
     node = node if by == "tree" else ""
     boxes = treemap_of(outline, by, node=node, count=count)
-    *above, root = outline.way(node)
+    name, part = node_and_range(node)
+    above = outline.way(name)
+    root = above.pop() if name == node else above[-1]
+    path = root.path if name == node else f"{part.stop - part.start:,} of {root.path or 'the tree'}"
     return TreemapPage(
         by=by,
         node=node,
-        path=root.path,
+        path=path,
         total=boxes[0].nbytes,
         above=[[row.node, row.key] for row in above],
         parents=[box.parent for box in boxes],

@@ -313,6 +313,7 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
         "div",
         el("p", id="treemap-trail", class_="trail mono"),
         *_drawing("treemap", label),
+        el("ul", id="treemap-legend", class_="legend", aria_label="Colours of the map"),
         el("details", el("summary", "Areas as a table, the largest first"), areas),
         id="treemap",
         data_checkpoint=HERE,

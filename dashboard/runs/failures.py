@@ -94,7 +94,7 @@ class FailureLists:
         self._thread = ThreadPool(1, "treeckpt-failures")
         self._last: dict[str, _Read] = {}
         self._pending: dict[str, Future[_Read]] = {}
-        self._known: dict[str, dict[str, SaveFailure]] = {run.id: {} for run in library.runs}
+        self._known: dict[str, dict[str, SaveFailure]] = {}
 
     def of(self, run: Run, infos: Sequence[CheckpointInfo]) -> Failures | None:
         """Returns the last list; starts to read it again unless it is fresh; None while there is none."""
@@ -117,7 +117,8 @@ class FailureLists:
             self._last[run_id] = pending.result()
 
     def _read(self, run: Run, version: int, infos: Sequence[CheckpointInfo]) -> _Read:
-        return _Read(version, time.monotonic(), failures_of(run.store, infos, known=self._known[run.id]))
+        known = self._known.setdefault(run.id, {})
+        return _Read(version, time.monotonic(), failures_of(run.store, infos, known=known))
 
 
 def failures_page(

@@ -14,10 +14,13 @@ from treeckpt._runs.active_saves import SaveState, SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt.errors import TreeckptError, visible
 
-from ..pages.checkpoints import PAGE_ROWS, filled, next_start
+from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.library import Library, Run
 
 SHOWN_RANKS = 12
+_ORDER: tuple[SaveState, ...] = ("in_progress", "stalled", "killed")
+SPELL = 5.0
+"""Seconds for which what is said of a save that changes nothing holds."""
 WINDOW = 15.0
 """Seconds over which the rate of a save in progress is measured."""
 MAX_SAVES = 256
@@ -62,6 +65,8 @@ class SaveRow(msgspec.Struct, frozen=True):
     seconds: float
     quiet: float
     """Seconds since the last progress record of any rank was written."""
+    updated: str | None
+    """When that was."""
     rate: float | None
     """Bytes per second over the last seconds."""
     eta: float | None
@@ -76,6 +81,8 @@ class LivePage(msgspec.Struct, frozen=True):
     saves: list[SaveRow]
     saving: int
     """Saves in progress, on all pages: neither stalled nor killed."""
+    changed: str | None
+    """When anything of the runs last changed, as far as this server has seen."""
     start: int
     next: int | None
 
@@ -106,9 +113,9 @@ class SaveRates:
 
 
 def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int | None = None) -> LivePage:
-    """Saves in progress of every run.
+    """Saves of every run that have not ended: those in progress, then the stalled ones, then those that were killed.
 
-    And those that were killed; the last started first.
+    Of each of these, the last started comes first.
     """
     now_ns = time.time_ns() if now_ns is None else now_ns
     library.start_scans(library.runs)
@@ -118,10 +125,11 @@ def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int
         for checkpoint_id, info in library.checkpoints(run, wait=1.0)
         for save in info.saving
     ]
-    saves.sort(key=lambda one: -one[3].started_ns)
+    saves.sort(key=lambda one: (_ORDER.index(one[3].state), -one[3].started_ns))
     rows = [_save_row(*one, rates, now_ns) for one in saves[start : start + PAGE_ROWS]]
     saving = sum(save.state == "in_progress" for *_, save in saves)
-    return LivePage(rows, saving, start, next_start(start, len(saves)))
+    changed = max((library.watches[run.id].changed_ns for run in library.runs), default=None)
+    return LivePage(rows, saving, iso_time(changed), start, next_start(start, len(saves)))
 
 
 def _save_row(
@@ -144,6 +152,7 @@ def _save_row(
         share=save.fraction,
         seconds=_seconds_since(save.started_ns, now_ns),
         quiet=quiet,
+        updated=iso_time(save.updated_ns),
         rate=rate,
         eta=left / rate if rate and save.phase == "write" and save.reported and save.state == "in_progress" else None,
         slowest=[

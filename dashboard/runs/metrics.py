@@ -33,7 +33,7 @@ _HELP = {
     "save_written_bytes": "Bytes that saves in progress have written.",
     "save_planned_bytes": "Bytes that saves in progress have planned.",
     "disk_free_bytes": "Free bytes of the file system that holds the run.",
-    "scan_complete": "1 once every directory of the run was looked at.",
+    "scan_complete": "1 once every directory of the run was looked at, and as long as the last look did not fail.",
 }
 
 
@@ -83,4 +83,5 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     yield "saves_under_way", {}, len(saves)
     yield "save_written_bytes", {}, sum(save.written for save in saves)
     yield "save_planned_bytes", {}, sum(save.planned for save in saves)
-    yield "scan_complete", {}, int(library.watches[run.id].progress.complete)
+    progress = library.watches[run.id].progress
+    yield "scan_complete", {}, int(progress.complete and progress.problem is None)

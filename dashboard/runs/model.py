@@ -16,7 +16,7 @@ from treeckpt._runs.run_metrics import in_value_order
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
-from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, next_start
+from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, iso_time, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .failures import FailuresPage
@@ -88,6 +88,8 @@ class RunPart(msgspec.Struct, frozen=True):
     """Saves that hang, or were killed where that cannot be seen from here."""
     statuses: dict[str, int]
     """Directories by status."""
+    changed: str | None
+    """When anything of it last changed, as far as this server has seen."""
     scan: ScanProgress
     keep: str
     """The policies from which `kept` and `goes` are computed; empty if none are known."""
@@ -168,7 +170,7 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         progress = watch.progress
         pace = _pace(summarize_run(run, listed, policies_of(library, listed)))
         scanned = (progress.seen, progress.total) if not progress.complete else ""
-        parts.append(f"{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
+        parts.append(f"{run.id}.{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
     return "-".join(parts)
 
 
@@ -265,6 +267,7 @@ def _run_part(
         good=_row(good[0], run, good[1], summary) if good else None,
         pace=_pace(summary),
         values=metric_cells(run, listed, columns),
+        changed=iso_time(watch.changed_ns),
         scan=watch.progress,
         keep=keep_text(policies),
         goes=len(summary.gone),

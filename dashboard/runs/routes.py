@@ -6,6 +6,7 @@ which no page is built.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from fastapi import Query, Request
@@ -27,7 +28,8 @@ from .usage import CleanUpPlans, UsagePage, usage_page
 router = PageRouter(
     cursor=Query(max_length=2000, description="`cursor` of the previous page; it overrides `start`"),
     sort=Query(
-        pattern=f"^({SORTS})$", description="newest, oldest, bytes, time, step, status or metric:NAME; - reverses"
+        pattern=f"^({SORTS})$",
+        description="newest, oldest, bytes, time, step, status or metric:NAME, with a minus before it to reverse it",
     ),
     action=Query(description="start or cancel a scan"),
     best=Query(
@@ -49,13 +51,23 @@ DAYS = Query(ge=0, le=1e6, allow_inf_nan=False, description="only those of the l
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
-def _check_tag(request: Request, library: Library, runs: Sequence[Run], *, more: str = "") -> None:
-    """Sets the ETag of an answer about these runs; `more` is what else it depends on.
+def _check_tag(request: Request, library: Library, runs: Sequence[Run], more: str = "") -> None:
+    """Sets the ETag of an answer about these runs.
 
     Raises:
         NotModified: the client has it.
     """
-    check_version(request, model.run_tag(library, runs, wait=1.0 if is_polled(request) else 0.0) + more)
+    version = model.run_tag(library, runs, wait=1.0 if is_polled(request) else 0.0)
+    check_version(request, f"{version} {more}")
+
+
+def get_live(request: Request, library: Library, rates: live.SaveRates, start: int = 0) -> live.LivePage:
+    """Saves of every run that have not ended: those in progress, then the stalled ones, then those that were killed."""
+    library.start_scans(library.runs)
+    saving = any(info.saving for run in library.runs for _, info in library.checkpoints(run, wait=1.0))
+    # What a save waits for is said with seconds.
+    _check_tag(request, library, library.runs, f"{time.time() // live.SPELL:.0f}" if saving else "")
+    return live.live_page(library, rates, start)
 
 
 def get_runs(
@@ -69,7 +81,7 @@ def get_runs(
 ) -> RunsPage | Response:
     """The runs, each with its newest checkpoints. The page of a single run is shown at once."""
     runs = library.runs
-    if len(runs) == 1 and not request.scope["path"].startswith("/api/"):
+    if len(runs) == 1 and not library.has_folders and not request.scope["path"].startswith("/api/"):
         query = request.url.query
         return RedirectResponse(f"runs/{runs[0].id}{'?' * bool(query)}{query}", 307)
     _check_tag(request, library, runs)
@@ -91,7 +103,7 @@ def get_run(
 ) -> RunPage:
     """The checkpoints of one run, by default newest first."""
     failures = failures_page(library, lists, run_id, count=FIRST)
-    _check_tag(request, library, [library.run(run_id)], more=failures_tag(failures))
+    _check_tag(request, library, [library.run(run_id)], failures_tag(failures))
     return model.run_page(library, failures, ListQuery(start, cursor, sort, status, q, best=best, keep=keep))
 
 
@@ -166,6 +178,6 @@ router.get(
     low=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the first step"),
     high=Query(ge=-overlay.MAX_STEP, le=overlay.MAX_STEP, description="the last step"),
 )
-router.get("/live", live.live_page, "live.html")
+router.get("/live", get_live, "live.html")
 router.get("/usage", get_usage, "usage.html", table="runs")
 router.show("/metrics", show_metrics)

@@ -1,6 +1,7 @@
 // @ts-check
 /** The bytes that each rank wrote, as a bar chart. */
-import { api, bytesText, countText, find, reason } from "./dom.js";
+import { api, bytesText, countText, drawn, find } from "./dom.js";
+import { colour, legend } from "./canvas.js";
 import { barChart } from "./plots.js";
 
 /** @typedef {{ ranks: number[], nbytes: number[], mean: number }} Balance */
@@ -28,8 +29,16 @@ function show({ ranks, nbytes, mean }) {
   readout.textContent = summary;
 }
 
-try {
+/** @param {string} fill @returns {(g: CanvasRenderingContext2D) => void} */
+const filled = (fill) => (g) => {
+  g.fillStyle = colour(fill);
+  g.fillRect(0, 0, 13, 13);
+};
+
+drawn(readout, "Chart", async () => {
   show(/** @type {Balance} */ (await api(`checkpoints/${find("#strips").dataset.checkpoint}/balance`)));
-} catch (error) {
-  readout.textContent = `This cannot be drawn: ${reason(error)}`;
-}
+  legend(find("#balance-legend"), [
+    { text: "bytes of a rank", draw: filled("--c0") },
+    { text: "more than 1.2× the mean", draw: filled("--c5") },
+  ]);
+});

@@ -160,6 +160,23 @@ export function buttonGroup(attribute, choose) {
 export const reason = (error) => (error instanceof Error ? error.message : String(error));
 
 /**
+ * Runs what fetches and draws a part of a page; its readout says that it loads, or what failed, with a button to retry.
+ * @param {HTMLElement} readout @param {string} what the part is @param {() => Promise<void>} load
+ */
+export async function drawn(readout, what, load) {
+  const loading = `${what}: loading …`;
+  readout.textContent = loading;
+  try {
+    await load();
+    if (readout.textContent === loading) readout.textContent = "\u00a0";
+  } catch (error) {
+    const again = make("button", { type: "button", class: "plain" }, "Try again");
+    again.addEventListener("click", () => drawn(readout, what, load));
+    readout.replaceChildren(visible(`${what}: could not be drawn: ${reason(error)} `), again);
+  }
+}
+
+/**
  * Copies text to the clipboard, and shows that on the button.
  * @param {HTMLElement} button @param {string | Promise<string>} text
  */

@@ -1,6 +1,6 @@
 // @ts-check
 /** The heat map of a save: the time of each rank, or group of ranks, in each phase. */
-import { api, find, reason, secondsText } from "./dom.js";
+import { api, drawn, find, secondsText } from "./dom.js";
 import { colour, hatch, legend, noter } from "./canvas.js";
 import { LEFT, colourScale, heatGrid, lostText, short } from "./heat_grid.js";
 import { WAITS, drawPhase, paintOf } from "./phases.js";
@@ -41,14 +41,8 @@ async function load() {
   const holder = find("#heat");
   const canvas = /** @type {HTMLCanvasElement} */ (find("#heat-canvas"));
   const note = noter(find("#heat .drawing"), find("#heat-text"));
-  /** @type {Heat} */
-  let data;
-  try {
-    data = await api(`checkpoints/${find("#waterfall").dataset.checkpoint}/timing/heat`, { by: holder.dataset.by });
-  } catch (error) {
-    note(`The heat map cannot be drawn: ${reason(error)}`);
-    return;
-  }
+  const address = `checkpoints/${find("#waterfall").dataset.checkpoint}/timing/heat`;
+  const data = /** @type {Heat} */ (await api(address, { by: holder.dataset.by }));
   const rows = data.labels.length;
   const columns = data.phases.length;
   if (!rows || !columns) {
@@ -99,4 +93,4 @@ async function load() {
   scale.showEnds();
   redraw();
 }
-load();
+drawn(find("#heat-text"), "Heat map", load);

@@ -1,6 +1,6 @@
 // @ts-check
 /** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
-import { api, buttonGroup, bytesText, countText, find, numberText, reason, recalled, remember } from "./dom.js";
+import { api, buttonGroup, bytesText, countText, drawn, find, numberText, recalled, remember } from "./dom.js";
 import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
 
 const holder = find("#map");
@@ -256,6 +256,16 @@ function describe() {
         hatch(g, 0, 0, 13, 13, colour("--card"), 5, 0.8);
       },
     });
+  if (asked.length)
+    entries.push({
+      text: "dashed: the region that was asked for; all else is pale",
+      draw: (g) => {
+        g.strokeStyle = colour("--text");
+        g.lineWidth = 2;
+        g.setLineDash([3, 2]);
+        g.strokeRect(1, 1, 11, 11);
+      },
+    });
   legend(find("#map-legend"), entries);
 }
 
@@ -272,12 +282,7 @@ async function load() {
           .map((n) => Number(n) || 0)
           .join(","),
       };
-  try {
-    map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${leaf}/map`, view);
-  } catch (error) {
-    readout.textContent = `The map cannot be drawn: ${reason(error)}`;
-    return;
-  }
+  map = await api(`checkpoints/${holder.dataset.checkpoint}/leaves/${leaf}/map`, view);
   if (!map) return;
   for (const label of form.querySelectorAll("label[data-dim]")) {
     const dim = Number(label.getAttribute("data-dim"));
@@ -313,7 +318,7 @@ buttonGroup("data-colour", (value) => {
   redraw();
 })(by);
 form.addEventListener("input", async () => {
-  await load();
+  await drawn(readout, "Map", load);
   if (map) remember({ y: map.y, x: map.x, at: map.at.some(Boolean) ? map.at.join(",") : null });
 });
 form.addEventListener("submit", (event) => event.preventDefault());
@@ -373,4 +378,4 @@ canvas.addEventListener("pointerup", () => {
   if (moved && region) choose(region);
 });
 restore();
-load();
+drawn(readout, "Map", load);

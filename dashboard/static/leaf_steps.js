@@ -1,7 +1,7 @@
 // @ts-check
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
 import { api, base, buttonGroup, clockText, countText, figure, find, make, numberText } from "./dom.js";
-import { reason, recalled, remember, tableOf } from "./dom.js";
+import { drawn, recalled, remember, tableOf } from "./dom.js";
 import { axisChoice, stepChart } from "./plots.js";
 
 /**
@@ -107,7 +107,5 @@ async function start() {
   draw(data);
 }
 
-start().catch((error) => {
-  holder.hidden = false;
-  readout.textContent = `The steps cannot be drawn: ${reason(error)}`;
-});
+holder.hidden = false;
+drawn(readout, "Steps", start);

@@ -2,17 +2,17 @@
 /**
  * Keeps a page that changes up to date: of runs, of saves, of work that the server does. It requests the page every two
  * seconds while the person follows it or a save is in progress, twice a second while a run is read for the first time
- * or while what is marked `data-soon` is busy, never while the page is hidden. Where all saves have stalled it asks
- * once a minute, and stops following after STALLED_POLLS of these. It replaces the parts that are marked `data-live`;
- * these come from the server's page, parsed as a document: no text becomes HTML here.
+ * or while what is marked `data-soon` is busy, never while the page is hidden. What has not changed is answered with a
+ * 304, and after QUIET the page says since when nothing has. It replaces the parts that are marked `data-live`; these
+ * come from the server's page, parsed as a document: no text becomes HTML here.
  */
 
 import { clockText, reason, remember } from "./dom.js";
 
 const PAUSE = 2000;
 const SOON = 500;
-const STALLED_PAUSE = 60_000;
-const STALLED_POLLS = 10;
+/** Milliseconds after which the page says that nothing has changed. */
+const QUIET = 60_000;
 /** Where a page can be followed, the button that begins and ends that. @type {HTMLButtonElement | null} */
 const button = document.querySelector("#follow");
 const news = document.querySelector("#news");
@@ -22,16 +22,23 @@ let tag = "";
 let shown = location.href;
 let timer = 0;
 let failed = false;
-let stalledPolls = 0;
 
 const query = new URLSearchParams(location.search);
 let following = button !== null && query.get("follow") !== "0" && !query.has("start") && !query.has("cursor");
 
 const has = (/** @type {string} */ selector) => document.querySelector(selector) !== null;
 const loading = () => has(".scanning progress");
-const stalled = () => has('[data-live][data-stalled="1"]');
 const busy = () => has('[data-live][data-busy="1"]');
 const soon = () => loading() || has('[data-soon][data-busy="1"]');
+
+/** When the server last saw a change of what the page shows; NaN where it does not say. */
+const changedAt = () => {
+  const holder = /** @type {HTMLElement | null} */ (document.querySelector("[data-changed]"));
+  return Date.parse(holder?.dataset.changed ?? "");
+};
+
+/** @param {number} ms */
+const clock = (ms) => `${new Date(ms).toISOString().slice(11, 16)} UTC`;
 
 /** @param {string} text */
 function tell(text) {
@@ -125,15 +132,10 @@ export const refresh = () =>
     .finally(() => plan());
 
 /** @param {number} [pause] */
-function plan(pause = soon() ? SOON : stalled() ? STALLED_PAUSE : PAUSE) {
+function plan(pause = soon() ? SOON : PAUSE) {
   clearTimeout(timer);
-  stalledPolls = stalled() ? stalledPolls + 1 : 0;
-  if (following && stalledPolls > STALLED_POLLS) {
-    following = false;
-    stalledPolls = 0;
-    tell("No longer followed: nothing new for ten minutes.");
-    showButton();
-  }
+  const changed = changedAt();
+  if (following && !failed && Date.now() - changed > QUIET) tell(`Nothing new since ${clock(changed)}`);
   if (document.hidden || !(following || busy())) return;
   timer = window.setTimeout(refresh, pause);
 }

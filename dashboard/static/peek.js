@@ -1,7 +1,7 @@
 // @ts-check
 /** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
 import { api, bytesText, countText, figure, find, make, numberText } from "./dom.js";
-import { reason, recalled, remember, tableOf } from "./dom.js";
+import { drawn, recalled, remember, tableOf } from "./dom.js";
 import { showPicture } from "./leaf_image.js";
 import { barChart } from "./plots.js";
 
@@ -129,14 +129,11 @@ async function look(what) {
   const data = new FormData(form);
   const view = Object.fromEntries(NAMES.map((name) => [name, String(data.get(name) ?? "").replace(/^0$/, "")]));
   remember({ ...view, peek: what });
-  state.textContent = "Reading …";
   const query = { ...(axes.hidden ? {} : plane()), ...asked(what, view) };
-  try {
-    show(await api(`checkpoints/${map.dataset.checkpoint}/leaves/${map.dataset.leaf}/peek`, query));
-  } catch (error) {
+  await drawn(state, "Values", async () => {
     holder.hidden = true;
-    state.textContent = `This cannot be shown: ${reason(error)}`;
-  }
+    show(await api(`checkpoints/${map.dataset.checkpoint}/leaves/${map.dataset.leaf}/peek`, query));
+  });
 }
 
 form.addEventListener("submit", (event) => {

@@ -165,6 +165,7 @@ function wholeNumbers(low, high, step) {
  *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
  *   low: number | null, high: number | null,
  * }} Shown
+ * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint">} Sign
  */
 
 /**
@@ -361,7 +362,7 @@ export function stepChart(holder, height, asked) {
   };
 }
 
-/** The sign of a line, as it is drawn. @param {CanvasRenderingContext2D} g @param {Line} line */
+/** The sign of a line, as it is drawn. @param {CanvasRenderingContext2D} g @param {Sign} line */
 function drawSign(g, line) {
   const [high, dash] = [line.wide ? 5 : 3, line.dash ? [5, 3] : []];
   g.strokeStyle = colour(line.faint ? "--dim" : line.colour);
@@ -375,9 +376,9 @@ function drawSign(g, line) {
 
 /**
  * Names the lines of a chart, and what is marked with a cross.
- * @param {HTMLElement} list @param {Line[]} lines @param {boolean} marked whether values are no finite numbers
+ * @param {HTMLElement} list @param {Sign[]} lines @param {boolean} [marked] whether values are no finite numbers
  */
-export function nameLines(list, lines, marked) {
+export function nameLines(list, lines, marked = false) {
   const cross = {
     text: "no finite number",
     draw: (/** @type {CanvasRenderingContext2D} */ g) => {

@@ -2,7 +2,7 @@
 /**
  * The strips of shards: which part of the tree is where in each file. A strip is fetched when it comes into view.
  */
-import { api, bytesText, find, reason } from "./dom.js";
+import { api, bytesText, drawn, find, make } from "./dom.js";
 import { colour, fillBox, follow, hatch, legend } from "./canvas.js";
 
 /** @typedef {{ file: number, nbytes: number, groups: string[], segments: number[][], damaged: number[][] }} Strip */
@@ -35,6 +35,9 @@ function mark(g, x, w, h) {
   hatch(g, x, 0, w, h, colour("--card"), 6, 0.8);
 }
 
+/** The groups that are in a strip. @type {Set<number>} */
+const used = new Set();
+
 /** @param {HTMLCanvasElement} canvas @param {Strip} strip */
 function show(canvas, strip) {
   const share = Math.max(0.004, Number(canvas.dataset.share) || 1);
@@ -60,9 +63,11 @@ function show(canvas, strip) {
         `bytes ${found[0]} to ${found[1]} (${bytesText(found[1] - found[0])})`
       : "";
   });
+  const before = used.size;
+  for (const [, , group] of strip.segments) used.add(group);
+  const marked = known.dataset.damaged;
   if (strip.damaged.length) known.dataset.damaged = "1";
-  else if (known.childElementCount) return;
-  const used = new Set(strip.segments.map(([, , group]) => group));
+  if (known.childElementCount && used.size === before && known.dataset.damaged === marked) return;
   legend(
     known,
     [...strip.groups
@@ -84,11 +89,12 @@ const seen = new IntersectionObserver(
       if (!isIntersecting) continue;
       seen.unobserve(target);
       const canvas = /** @type {HTMLCanvasElement} */ (target);
-      api(`checkpoints/${holder.dataset.checkpoint}/files/${canvas.dataset.file}/strip`)
-        .then((strip) => show(canvas, strip))
-        .catch((error) => {
-          canvas.title = `This cannot be drawn: ${reason(error)}`;
-        });
+      const state = make("p", { class: "strip-state dim", role: "status" });
+      canvas.after(state);
+      drawn(state, "Bytes", async () => {
+        show(canvas, await api(`checkpoints/${holder.dataset.checkpoint}/files/${canvas.dataset.file}/strip`));
+        state.remove();
+      });
     }
   },
   { rootMargin: "300px" },

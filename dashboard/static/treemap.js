@@ -1,7 +1,7 @@
 // @ts-check
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
-import { api, base, buttonGroup, bytesText, countText, find, make } from "./dom.js";
-import { isReport, reason, recalled, remember, tableOf, visible } from "./dom.js";
+import { api, base, buttonGroup, bytesText, countText, find, make, numberText } from "./dom.js";
+import { drawn, isReport, recalled, remember, tableOf, visible } from "./dom.js";
 import { colour, fillName, fillOf, follow, hatch, ink, legend, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
@@ -24,14 +24,17 @@ const readout = find("#treemap-text");
 const trail = find("#treemap-trail");
 const checkpoint = holder.dataset.checkpoint ?? "";
 const TITLE = 17;
+const LINE = 15; // pixels of a line of a name
 const LISTED = 500; // areas in the table
+const BOXES = 200; // of a map of the tree: a click shows what is in one
+const NAMED = 12; // parts in the legend
 
 /** @type {Page | null} */
 let page = null;
 /** Leaves of the picture, largest first, and the frames around them. @type {{ leaves: Area[], frames: Area[] }} */
 let areas = { leaves: [], frames: [] };
 const picture = document.createElement("canvas");
-let drawn = "";
+let painted = "";
 let chosen = -1;
 let theme = 0;
 document.addEventListener("theme", () => {
@@ -41,7 +44,22 @@ document.addEventListener("theme", () => {
 /** @param {number} box */
 function nameOf(box) {
   if (!page) return "";
-  return page.more[box] ? countText(page.more[box], "smaller one") : page.names[box] || "(all)";
+  if (page.more[box]) return page.names[box] || countText(page.more[box], "smaller one");
+  return page.names[box] || "(all)";
+}
+
+/** The names that several areas have: alone, they say nothing. @type {Set<string>} */
+let repeated = new Set();
+
+/**
+ * The lines of a box: where it is, if others have its name too, and its name.
+ * @param {number} box
+ */
+function linesOf(box) {
+  const name = nameOf(box);
+  if (page?.more[box] && name.includes(" … ")) return name.split(/(?<= …) /);
+  if (!page || !repeated.has(name) || page.parents[box] <= 0) return [name];
+  return [nameOf(page.parents[box]), name];
 }
 
 /** The names from the picture's root to a box. @param {number} box */
@@ -75,6 +93,39 @@ function arrange(width, height) {
     else if (depth === 1) areas.frames.push(area);
   });
   areas.leaves.sort((a, b) => nbytes[b.box] - nbytes[a.box]);
+  const seen = new Set();
+  repeated = new Set();
+  for (const name of areas.leaves.map(({ box }) => nameOf(box))) (seen.has(name) ? repeated : seen).add(name);
+}
+
+/** The swatch of a colour beside its paler shade. @param {CanvasRenderingContext2D} g */
+function shades(g) {
+  g.fillStyle = fillOf(0);
+  g.fillRect(0, 0, 6.5, 13);
+  g.globalAlpha = 0.82;
+  g.fillRect(6.5, 0, 6.5, 13);
+  g.globalAlpha = 1;
+}
+
+/** Shows which part of the map has which colour. */
+function describe() {
+  if (!page) return;
+  const { parents } = page;
+  const parts = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
+  const entries = parts.map((box, part) => ({
+    text: nameOf(box),
+    draw: (/** @type {CanvasRenderingContext2D} */ g) => {
+      g.fillStyle = fillOf(part);
+      g.fillRect(0, 0, 13, 13);
+    },
+  }));
+  const shown = entries.slice(0, NAMED);
+  if (entries.length > NAMED)
+    shown.push({ text: `and ${numberText(entries.length - NAMED)} more, in these colours again`, draw: () => {} });
+  if (parts.length !== areas.leaves.length) shown.push({ text: "two shades: neighbours", draw: shades });
+  if (page?.damaged.length)
+    shown.push({ text: "damaged leaf", draw: (/** @type {CanvasRenderingContext2D} */ g) => mark(g, 0, 0, 13, 13) });
+  legend(find("#treemap-legend"), shown);
 }
 
 /**
@@ -124,6 +175,20 @@ function mark(g, x, y, w, h) {
   g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
 }
 
+/**
+ * Breaks a name into lines behind its dots, slashes and underscores.
+ * @param {CanvasRenderingContext2D} g @param {string} text @param {number} room
+ */
+function broken(g, text, room) {
+  const lines = [""];
+  for (const part of text.split(/(?<=[./_ ])/)) {
+    const last = lines.length - 1;
+    if (!lines[last] || g.measureText(visible(lines[last] + part)).width <= room) lines[last] += part;
+    else lines.push(part);
+  }
+  return lines;
+}
+
 /** Draws the areas and their names. @param {CanvasRenderingContext2D} g */
 function paint(g) {
   fill(g);
@@ -134,12 +199,16 @@ function paint(g) {
     const h = area.y1 - area.y0;
     if (w < 50 || h < 16) continue;
     g.fillStyle = ink(fillOf(area.part));
-    write(g, nameOf(area.box), area.x0 + 5, area.y0 + (h < 34 ? h / 2 : 12), w - 10);
-    if (h >= 34) {
-      g.globalAlpha = 0.75;
-      write(g, bytesText(page?.nbytes[area.box] ?? 0), area.x0 + 5, area.y0 + 27, w - 10);
-      g.globalAlpha = 1;
+    const lines = linesOf(area.box);
+    if (h < 34) {
+      write(g, lines.join("/"), area.x0 + 5, area.y0 + h / 2, w - 10);
+      continue;
     }
+    const shown = lines.flatMap((line) => broken(g, line, w - 10)).slice(-Math.floor((h - 4) / LINE));
+    if (h >= 4 + LINE * (shown.length + 1)) shown.push(bytesText(page?.nbytes[area.box] ?? 0));
+    shown.forEach((line, at) => {
+      write(g, line, area.x0 + 5, area.y0 + 12 + LINE * at, w - 10);
+    });
   }
   const harmed = new Set(page?.damaged);
   for (const { box, x0, y0, x1, y1 } of harmed.size ? areas.leaves : [])
@@ -158,8 +227,8 @@ function paint(g) {
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
   const state = `${width} ${height} ${theme} ${page?.by} ${page?.node}`;
-  if (state !== drawn) {
-    drawn = state;
+  if (state !== painted) {
+    painted = state;
     arrange(width, height);
     picture.width = canvas.width;
     picture.height = canvas.height;
@@ -180,7 +249,7 @@ function draw(g, width, height) {
   }
 }
 
-const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 300), draw });
+const redraw = follow(canvas, { height: (width) => (width < 500 ? 320 : 340), draw });
 
 function summary() {
   if (!page) return "";
@@ -205,7 +274,8 @@ selectable(canvas, {
     const nbytes = page.nbytes[area.box];
     const percent = ((100 * nbytes) / page.total).toPrecision(3);
     const harm = page.damaged.includes(area.box) ? " · damaged" : "";
-    note(`${pathOf(area.box)} · ${bytesText(nbytes)}, ${percent} %${harm}`, point);
+    const count = page.more[area.box] && page.names[area.box] ? `${countText(page.more[area.box], "node")}, ` : "";
+    note(`${pathOf(area.box)} · ${count}${bytesText(nbytes)}, ${percent} %${harm}`, point);
   },
 });
 
@@ -286,20 +356,22 @@ function showTable(page) {
 /** @param {string} by @param {string} node */
 async function show(by, node) {
   press(by);
-  try {
-    page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, { by, node }));
-  } catch (error) {
-    readout.textContent = `The map cannot be drawn: ${reason(error)}`;
-    return;
-  }
+  const query = { by, node, count: by === "tree" && !isReport ? BOXES : null };
+  await drawn(readout, "Map", async () => {
+    page = /** @type {Page} */ (await api(`checkpoints/${checkpoint}/treemap`, query));
+    showPage(by, node);
+  });
+}
+
+/** @param {string} by @param {string} node */
+function showPage(by, node) {
+  if (!page) return;
   remember({ map: by === "tree" ? null : by, mapnode: node });
   chosen = -1;
-  drawn = "";
+  painted = "";
   crumbs();
-  const marks = document.querySelector("#treemap-legend");
-  if (marks instanceof HTMLElement)
-    legend(marks, page.damaged.length ? [{ text: "damaged leaf", draw: (g) => mark(g, 0, 0, 13, 13) }] : []);
   redraw();
+  describe();
   showTable(page);
   readout.textContent = summary();
 }
@@ -309,5 +381,5 @@ const wanted = recalled("map");
 const known = [...document.querySelectorAll("button[data-by]")].map((button) => button.getAttribute("data-by"));
 show(
   wanted && known.includes(wanted) ? wanted : "tree",
-  /^[0-9.]{1,1000}$/.test(recalled("mapnode") ?? "") ? (recalled("mapnode") ?? "") : "",
+  /^[0-9.:-]{1,1000}$/.test(recalled("mapnode") ?? "") ? (recalled("mapnode") ?? "") : "",
 );

@@ -1,7 +1,7 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
 import { api, base, buttonGroup, bytesText, clockText, countText, figure, find, numberText } from "./dom.js";
-import { reason, recalled, remember, secondsText } from "./dom.js";
+import { drawn as drawnOrFailed, reason, recalled, remember, secondsText } from "./dom.js";
 import { refresh } from "./live.js";
 import { namePhases, paintOf } from "./phases.js";
 import { fillName } from "./canvas.js";
@@ -339,4 +339,4 @@ document.addEventListener("click", (event) => {
   refresh();
 });
 
-load().catch(fail);
+drawnOrFailed(readout, "Charts", load);

@@ -1,7 +1,7 @@
 // @ts-check
 /** The waterfall of a save with its legend: zoomed by dragging and by keys, and walked through with the arrow keys. */
 import { api, buttonGroup, bytesText, countText, figure, find } from "./dom.js";
-import { reason, recalled, remember, secondsText } from "./dom.js";
+import { drawn, recalled, remember, secondsText } from "./dom.js";
 import { follow, noter } from "./canvas.js";
 import { namePhases, paintOf } from "./phases.js";
 import { LEFT, drawWaterfall, pixelsPerUnit } from "./waterfall_draw.js";
@@ -255,16 +255,11 @@ const note = noter(find("#waterfall .drawing"), find("#waterfall-text"));
 const address = `checkpoints/${holder.dataset.checkpoint}/timing`;
 const slowest = holder.dataset.slow === "" ? null : Number(holder.dataset.slow);
 
-async function load() {
-  try {
-    const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
-    const paints = showWaterfall(canvas, data, slowest, note);
-    namePhases(
-      find("#phase-legend"),
-      data.phases.map((name, n) => ({ name, paint: paints[n] })),
-    );
-  } catch (error) {
-    note(`The waterfall cannot be drawn: ${reason(error)}`);
-  }
-}
-load();
+drawn(find("#waterfall-text"), "Waterfall", async () => {
+  const data = /** @type {Columns} */ (await api(`${address}/waterfall`));
+  const paints = showWaterfall(canvas, data, slowest, note);
+  namePhases(
+    find("#phase-legend"),
+    data.phases.map((name, n) => ({ name, paint: paints[n] })),
+  );
+});

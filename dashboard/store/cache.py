@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs.catalog import Summary
-from treeckpt._runs.stat_cache import LruStatCache
 from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
 
-from .outline_file import VERSION
+from .outline_file import VERSION, encodable
 from .reduced_timings import ReducedTimings
 
 MAX_CACHE_NBYTES = 8 << 30
@@ -39,10 +39,9 @@ BATCH = 256
 
 T = TypeVar("T")
 _DECODERS: dict[str, Any] = {
-    "summary": msgspec.msgpack.Decoder(Summary),
-    "took": msgspec.msgpack.Decoder(ReducedTimings),
+    "summary": msgspec.json.Decoder(Summary, strict=False),  # as `encodable` writes metrics
+    "took": msgspec.json.Decoder(ReducedTimings),
 }
-"""Of MessagePack: JSON has no NaN, which a metric may be."""
 
 
 def key_of(url: str, entry: DirectoryEntry) -> str:
@@ -135,7 +134,8 @@ class Cache:
                 return _DECODERS[key[1]].decode(row[0])
         result = read()
         with self._lock:
-            self._unwritten.append((digest, msgspec.msgpack.encode(result)))
+            stored = encodable(result) if isinstance(result, Summary) else result
+            self._unwritten.append((digest, msgspec.json.encode(stored)))
         if len(self._unwritten) >= BATCH:
             self.flush()
         return result

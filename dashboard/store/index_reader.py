@@ -25,6 +25,7 @@ from treeckpt._core.format.records import Index
 from treeckpt._foreign.files import foreign_at
 from treeckpt._io.os_errors import shows_damage
 from treeckpt._io.storage import checkpoint
+from treeckpt._io.storage.foreign_formats import describe_foreign
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt.errors import CorruptError, FormatError, StoreError, TreeckptError
 
@@ -44,8 +45,8 @@ FOREIGN_SECONDS = 60
 """Seconds of computing after which a process that reads files of another program is killed."""
 MEMORY = 4 << 30
 """Bytes of address space that a process may take beyond what it has at its start."""
-REQUEST_WAIT_SECONDS = 1.0
-"""Seconds for which a request waits for the process: most files are read by then, and their page needs no other."""
+REQUEST_WAIT_SECONDS = 0.3
+"""Seconds for which a request waits for the process, before its page shows that it reads, and how far it is."""
 MAX_OPEN = 8
 """Tables that stay open."""
 
@@ -249,6 +250,9 @@ def _read(run: str, name: str) -> Index:
         send(JobProgress(0, phase="read"))
         return with_found_chunks(ForeignCheckpoint(files).index)
     folder = folder_at(run, name)
+    if not run and INDEX_NAME not in folder.entries() and (described := describe_foreign(name)) is not None:
+        what, hint = described
+        raise FormatError(name, expected="files whose tree can be read as they are", found=what, hint=hint)
     send(JobProgress(0, folder.entries()[INDEX_NAME].nbytes, "read"))
     return checkpoint.read_index(folder)
 

@@ -8,8 +8,9 @@ in memory grows with the size of a checkpoint.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
@@ -22,13 +23,13 @@ from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.timing_report import TimingReport
+from treeckpt._io.storage.checkpoint import LruStatCache, StatCache
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
-from treeckpt._runs.stat_cache import LruStatCache, StatCache
-from treeckpt.errors import CheckpointNotFound, StoreError, visible
+from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
 
 from .cache import Cache
@@ -43,10 +44,12 @@ from .foreign_trees import (
 )
 from .index_reader import IndexReader, StillReading, is_large
 from .reduced_timings import ReducedTimings, read_reduced
-from .watch import DirectoryState, RunWatcher
+from .watch import FRESH_MULTIPLE, DirectoryState, RunWatcher
 
 S = TypeVar("S")
 T = TypeVar("T")
+LOOK_SECONDS = 2.0
+"""Seconds after which the folders of runs are looked at again, at least."""
 Listed = Sequence[tuple[str, CheckpointInfo]]
 """Checkpoints with their ids."""
 
@@ -158,7 +161,8 @@ class Library:
     """Runs by id, checkpoints by id, and what they hold.
 
     Args:
-        paths: directories of runs or of single checkpoints, URLs of runs, or stores of runs.
+        paths: directories of runs, of folders of runs or of single checkpoints, URLs of runs or of folders of runs, or
+            stores of runs. A folder of runs is one whose folders have steps, while it has none itself.
         clock: a monotonic clock in seconds.
         cache: results of earlier reads; None takes the user's own cache directory.
         policies: the retention policies of the runs, if they are known.
@@ -172,21 +176,66 @@ class Library:
         cache: Cache | None = None,
         policies: Sequence[Policy] = (),
     ) -> None:
-        runs = [_run(path) for path in paths]
-        self.runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
         self.cache = cache or Cache()
         self.policies = tuple(policies)
+        self._clock = clock
         self._reader = IndexReader(self.cache)
         self._studies = LruStatCache(6)
         self.watches: dict[str, RunWatcher] = {}
-        for run in self.runs:
-            inspect = partial(self.inspect_directory, run)
-            self.watches[run.id] = RunWatcher(run.store, inspect, clock=clock, on_scanned=self.cache.flush)
+        self._given = [(_run(path), isinstance(path, (str, Path))) for path in paths]
+        """What was given, and whether it may be a folder of runs."""
+        self._inside: dict[str, list[Run]] = {}
+        """The runs of each folder of runs that was given."""
+        self._looking = threading.Lock()
+        self._next_look = clock() + LOOK_SECONDS * all(not run.store.traits.far for run, _ in self._given)
+        self._reduced: dict[str, dict[str, ReducedTimings]] = defaultdict(dict)
+        self._lists = defaultdict[str, LastResult[list[CheckpointInfo], Listed]](LastResult)
+        self._runs: tuple[Run, ...] = ()
+        self._look_for_runs([run for run, _ in self._given if not run.store.traits.far])
         self._directories: dict[str, tuple[Run, str]] = {}
         self._verified = -1
         """The version of the cache's verifications that the lists show."""
-        self._reduced: dict[str, dict[str, ReducedTimings]] = {run.id: {} for run in self.runs}
-        self._lists = {run.id: LastResult[list[CheckpointInfo], Listed]() for run in self.runs}
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs that were given, and those in folders of runs that were given, which another thread looks for."""
+        if self._clock() >= self._next_look and self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look_again, daemon=True).start()
+        return self._runs
+
+    @property
+    def has_folders(self) -> bool:
+        """Whether a folder of runs was given, in which others may appear."""
+        return any(self._inside.values())
+
+    def _look_again(self) -> None:
+        began = time.monotonic()
+        try:
+            self._look_for_runs([run for run, _ in self._given])
+        finally:
+            took = time.monotonic() - began
+            self._next_look = self._clock() + max(LOOK_SECONDS, FRESH_MULTIPLE * took)
+            self._looking.release()
+
+    def _look_for_runs(self, given: Sequence[Run]) -> None:
+        """Finds out which of these are folders of runs, by the rule of `treeckpt ls`, and takes the runs in them."""
+        folders = {run.id for run, may_be in self._given if may_be and not run.single}
+        for run in given:
+            watch = self.watches.get(run.id)
+            if run.id not in folders or (watch and any(info.files != "foreign" for info in watch.infos)):
+                continue
+            try:
+                inside = discovery.runs_in(open_run(run.url or str(run.path)))
+            except (OSError, TreeckptError):  # the page of the run says why; what was found before stays
+                continue
+            known = {one.id: one for one in self._inside.get(run.id, ())}
+            self._inside[run.id] = [known.get(one.id, one) for one in map(_run, sorted(inside))]
+        runs = [one for run, _ in self._given for one in self._inside.get(run.id) or [run]]
+        for run in runs:
+            if run.id not in self.watches:
+                inspect = partial(self.inspect_directory, run)
+                self.watches[run.id] = RunWatcher(run.store, inspect, clock=self._clock, on_scanned=self.cache.flush)
+        self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
 
     def inspect_directory(self, run: Run, folder: Store) -> DirectoryState:
         """Returns what a directory is; a large index that was not read before is given to another process."""

@@ -1,9 +1,9 @@
 """The file of an index, so that a checkpoint of a million leaves is browsed with little memory.
 
-`write_outline` writes one file: a head in MessagePack (JSON has no NaN, which a metric may be), the columns of the tree
-(`_inspect.outline`), the records of leaves in blocks, and the structure. It is written under a temporary name and
-renamed, never changed afterwards, and may be deleted at any time. A `StoredOutline` maps it: memory grows with the size
-of a result, not with the number of leaves.
+`write_outline` writes one file: a head in JSON, the columns of the tree (`_inspect.outline`), the records of
+leaves in blocks, and the structure. It is written under a temporary name and renamed, never changed afterwards, and may
+be deleted at any time. A `StoredOutline` maps it: memory grows with the size of a result, not with the number of
+leaves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 
 from treeckpt._core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt._core.sharding.int_runs import Runs
+from treeckpt._core.text import json_number
 from treeckpt._core.tree.structure import Structure
 from treeckpt._foreign.foreign_checkpoint import ForeignIndex
 from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
@@ -43,8 +44,8 @@ class _Head(msgspec.Struct):
 
     foreign: bool
     """Whether it is the index of another program's files."""
-    index: bytes
-    """In JSON, without its leaves and its structure."""
+    index: msgspec.Raw
+    """Without its leaves and its structure."""
     summary: Summary
     forms: list[tuple[str, str]]
     parts: dict[str, tuple[int, int]]
@@ -52,10 +53,16 @@ class _Head(msgspec.Struct):
 
 
 # made once: the first decoding of a struct in two threads at a time can crash msgspec
-_HEAD = msgspec.msgpack.Decoder(_Head)
+_HEAD = msgspec.json.Decoder(_Head, strict=False)  # as `encodable` writes metrics
 _INDEX = {False: msgspec.json.Decoder(Index), True: msgspec.json.Decoder(ForeignIndex)}
 _BLOCK = msgspec.json.Decoder(list[tuple[LeafRecord, Runs | None]])
 _STRUCTURE = msgspec.json.Decoder(Structure)
+
+
+def encodable(summary: Summary) -> Summary:
+    """Returns a summary whose metrics JSON can hold, which has no NaN; a decoder that is not strict reads it back."""
+    metrics: dict[str, Any] = {name: json_number(value) for name, value in summary.metrics.items()}
+    return msgspec.structs.replace(summary, metrics=metrics)
 
 
 def write_outline(index: Index, target: Path, report: Callable[[int, int], None] = lambda done, total: None) -> Summary:
@@ -85,13 +92,16 @@ def write_outline(index: Index, target: Path, report: Callable[[int, int], None]
         parts[name] = place, len(part)
         place += len(part) + -len(part) % ALIGNMENT
     bare = encode(msgspec.structs.replace(index, structure=None, leaves=()))
-    head = msgspec.msgpack.encode(_Head(isinstance(index, ForeignIndex), bare, summary, list(columns.forms), parts))
+    head = encode(
+        _Head(isinstance(index, ForeignIndex), msgspec.Raw(bare), encodable(summary), list(columns.forms), parts)
+    )
+    head += b" " * (-len(head) % ALIGNMENT)
     # With the process in its name, because another one may write the same file at the same time.
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(len(head).to_bytes(8, "little"))
-            for part in (head, *data.values()):
+            file.write(len(head).to_bytes(8, "little") + head)
+            for part in data.values():
                 file.write(part)
                 file.write(b"\0" * (-len(part) % ALIGNMENT))
         temporary.replace(target)
@@ -110,9 +120,8 @@ class StoredOutline(Outline):
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        nbytes = int.from_bytes(data[:8], "little")
-        head = _HEAD.decode(data[8 : 8 + nbytes])
-        start = 8 + nbytes + -nbytes % ALIGNMENT
+        start = 8 + int.from_bytes(data[:8], "little")
+        head = _HEAD.decode(data[8:start])
         parts = {name: data[start + low : start + low + nbytes] for name, (low, nbytes) in head.parts.items()}
         if any(len(parts[name]) != nbytes for name, (_, nbytes) in head.parts.items()):
             raise ValueError(f"{path} ends too early")

@@ -26,10 +26,10 @@ from treeckpt._runs.catalog import CONCURRENT_READS, CheckpointInfo, in_listing_
 from treeckpt.errors import TreeckptError, visible
 
 FRESH = 1.0
-"""Seconds after a scan during which no other one starts."""
-REMOTE_FRESH = 4.0
-"""A multiple of the time that a scan of a remote run took, after which the next may start: a scan may list a million
-objects.
+"""Seconds after a scan during which no other one starts, at most for a local run, and at least for a remote one."""
+FRESH_MULTIPLE = 4.0
+"""A multiple of the time that a scan took, after which the next may start: of a small run that is a moment, so that a
+save which lasts a second is seen; a scan of a remote run may list a million objects.
 
 After a scan that failed, the next one may start as soon as that of a local run.
 """
@@ -113,6 +113,8 @@ class RunWatcher:
         self._next_recheck = 0
         self.version = 0
         """Changes whenever `infos` or the end of the first scan does."""
+        self.changed_ns = time.time_ns()
+        """When that was last."""
         self.progress = ScanProgress(0, 0, False)
 
     def start(self) -> _Scan | None:
@@ -153,10 +155,10 @@ class RunWatcher:
         finally:
             took = time.monotonic() - scan.started
             with self._lock:
-                self.version += problem != self.progress.problem
+                self._count_change(problem != self.progress.problem)
                 self.progress = msgspec.structs.replace(self.progress, problem=problem)
-                listed_all = self._remote and problem is None
-                self._fresh_until = self._clock() + (max(FRESH, REMOTE_FRESH * took) if listed_all else FRESH)
+                fresh = FRESH if problem else (max if self._remote else min)(FRESH, FRESH_MULTIPLE * took)
+                self._fresh_until = self._clock() + fresh
                 self._slow = self.progress.complete and took > FIRST_WAIT_SECONDS / 4
                 self._running = None
             scan.enough.set()
@@ -188,7 +190,7 @@ class RunWatcher:
             self._look_at_remote(names, look)
         self.progress = ScanProgress(len(names), len(names), True)
         with self._lock:  # pages no longer show the progress
-            self.version += 1
+            self._count_change(True)
 
     def _look_at_local(self, names: Sequence[str], look: Callable[[Store], None]) -> None:
         for name in names:
@@ -246,7 +248,7 @@ class RunWatcher:
             gone = self._known.keys() - found.keys()
             for name in gone:
                 del self._known[name]
-            self.version += bool(gone)
+            self._count_change(bool(gone))
         return names
 
     def _update(self, folder: Store) -> None:
@@ -256,7 +258,11 @@ class RunWatcher:
             with self._lock:
                 self._known[name] = now
                 same = before is not None and before.info == now.info
-                self.version += not same
+                self._count_change(not same)
+
+    def _count_change(self, changed: bool) -> None:
+        if changed:
+            self.version, self.changed_ns = self.version + 1, time.time_ns()
 
     def inspect(self, names: Sequence[str]) -> None:
         """Inspects these directories now, even if the last scan is fresh."""

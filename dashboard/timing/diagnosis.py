@@ -41,6 +41,8 @@ HOSTS = 20
 """Hosts that are listed."""
 RANKS = 8
 """Ranks of a host that are listed."""
+HostsOfLast = Callable[[], Sequence[Host]]
+"""Reads the hosts of the last save."""
 OFTEN = 0.5
 """The share of saves from which on what is seen in them is a trend."""
 
@@ -328,12 +330,12 @@ def _offender(saves: Sequence[TimedSave], rank: int, seen: list[tuple[int, SlowR
     )
 
 
-def trend_text(saves: Sequence[TimedSave], rows: Sequence[HostRow], hosts: Sequence[Host]) -> str:
+def trend_text(saves: Sequence[TimedSave], rows: Sequence[HostRow], hosts: HostsOfLast) -> str:
     """Says since when saves take longer or less, in which phase and on which ranks, and which rank stands out often.
 
     Args:
         rows: the stragglers of the saves.
-        hosts: those of the last save.
+        hosts: reads those of the last save.
     """
     if len(saves) <= MIN_SAVES:
         return ""
@@ -348,7 +350,7 @@ def trend_text(saves: Sequence[TimedSave], rows: Sequence[HostRow], hosts: Seque
     return text
 
 
-def _outliers_text(saves: Sequence[TimedSave], usual: float, hosts: Sequence[Host], *, first: bool) -> str:
+def _outliers_text(saves: Sequence[TimedSave], usual: float, hosts: HostsOfLast, *, first: bool) -> str:
     """Says how many saves of a level took longer than its median, and in which phase and on which ranks.
 
     Args:
@@ -371,9 +373,7 @@ def _outliers_text(saves: Sequence[TimedSave], usual: float, hosts: Sequence[Hos
     return text + _phase_text(others, longer, hosts, slower=True)
 
 
-def _phase_text(
-    earlier: Sequence[TimedSave], later: Sequence[TimedSave], hosts: Sequence[Host], *, slower: bool
-) -> str:
+def _phase_text(earlier: Sequence[TimedSave], later: Sequence[TimedSave], hosts: HostsOfLast, *, slower: bool) -> str:
     """Says which phase changed the most between two groups of saves, and on which ranks."""
     name, changed = _changed_phase(earlier, later, slower=slower)
     if not name:
@@ -382,7 +382,7 @@ def _phase_text(
     return f" Of the phases, {visible(name)} changed the most, {changed}{where}."
 
 
-def _change_text(saves: Sequence[TimedSave], before: Level, after: Level, hosts: Sequence[Host]) -> str:
+def _change_text(saves: Sequence[TimedSave], before: Level, after: Level, hosts: HostsOfLast) -> str:
     """Says what changed between two levels of the durations."""
     earlier, later = ([saves[n] for n in range(level.start, level.stop)] for level in (before, after))
     first, factor = later[0], after.median / before.median
@@ -419,7 +419,7 @@ def _changed_phase(earlier: Sequence[TimedSave], later: Sequence[TimedSave], *, 
 
 
 def _changed_ranks(
-    earlier: Sequence[TimedSave], later: Sequence[TimedSave], phase: str, hosts: Sequence[Host], *, slower: bool
+    earlier: Sequence[TimedSave], later: Sequence[TimedSave], phase: str, hosts: HostsOfLast, *, slower: bool
 ) -> str:
     """Says on which ranks the work changed, or which call late since then; empty where it is not known."""
     if phase == LATE_CALL:
@@ -442,7 +442,7 @@ def _changed_ranks(
     ranks = np.flatnonzero(np.repeat(changed, block)[:world]).tolist()
     if block > 1:  # of the ranks of a line the slowest is known
         return f", among {ranks_text(encode_runs(ranks))}"
-    return f", on {_place_of(ranks, range(world), host_names(hosts, range(world)))[1]}"
+    return f", on {_place_of(ranks, range(world), host_names(hosts(), range(world)))[1]}"
 
 
 def _rank_text(rank: int, host: str) -> str:

@@ -10,7 +10,7 @@ one slow save of many does not vanish. Each bin leads to its longest save.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,7 +249,7 @@ class TrendTables:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._kept = {run.id: LastResult[Listed, RunTrends]() for run in library.runs}
+        self._kept = defaultdict[str, LastResult[Listed, RunTrends]](LastResult)
 
     def page(self, run_id: str, start: int, low: int, high: int) -> TrendsPage:
         """Returns the page of a run.
@@ -296,7 +296,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
     ]
     timed = _timed(rows)
     metrics = Counter(name for row in rows for name in row.info.metrics).most_common(MAX_METRICS)
-    text = trend_text(timed, offenders(timed), _hosts_of_last(library, run, rows))
+    text = trend_text(timed, offenders(timed), partial(_hosts_of_last, library, run, rows))
     return RunTrends(run, rows, text, [name for name, _ in metrics])
 
 

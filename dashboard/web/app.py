@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from treeckpt._io.storage.local_store import check_path
 from treeckpt._runs.verification import cache_directory
-from treeckpt.errors import TreeckptError
+from treeckpt.errors import StoreError, TreeckptError
 from treeckpt.policy import KeepError, Policy
 
 from ..checkpoint import routes as checkpoint_routes
@@ -44,7 +44,7 @@ from .security import LOOPBACK_HOSTS, RequestGuard
 
 ROOMS = tuple(room.router for room in (runs_routes, checkpoint_routes, compare_routes, timing_routes, api_page))
 """The addresses of all rooms."""
-_TITLES = {404: "Not found", 422: "The address of this page is not valid"}
+_TITLES = {404: "Not found", 502: "The store cannot be read", 422: "The address of this page is not valid"}
 """What the pages of errors are called."""
 
 
@@ -60,7 +60,7 @@ def create_app(
     """Creates the dashboard of these runs as an ASGI application.
 
     Args:
-        runs: directories of runs or of single checkpoints, or URLs of runs.
+        runs: directories of runs, of folders of runs or of single checkpoints, or URLs of runs or of folders of runs.
         token: the token that clients must send; None requires none.
         root_path: the path under which a proxy serves the dashboard.
         allowed_hosts: Host headers that are answered, with or without a port, compared exactly.
@@ -100,6 +100,8 @@ def create_app(
     # hostile depth RecursionError, a full disk OSError
     for kind in (TreeckptError, OSError, ArithmeticError, RecursionError):
         app.add_exception_handler(kind, partial(_on_error, status=404, prefix="This cannot be read: "))
+    # of what cannot be reached nothing is known, so it is not said to be missing
+    app.add_exception_handler(StoreError, partial(_on_error, status=502, prefix="This cannot be read now: "))
     app.add_middleware(RequestGuard, hosts=allowed_hosts, token=token, root_path=root)
     return app
 
@@ -174,4 +176,9 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _on_invalid_parameters(request: Request, error: Exception) -> Response:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {p['msg']}" for p in problems))
+    meanings = {one.name: one.field_info.description for one in request.scope["route"].dependant.query_params}
+    texts = [
+        f"expected {meanings[p['loc'][-1]]}, got {p['input']!r}" if p["type"] == "string_pattern_mismatch" else p["msg"]
+        for p in problems
+    ]
+    return _error_answer(request, 422, "; ".join(f"{p['loc'][-1]}: {t}" for p, t in zip(problems, texts, strict=True)))

@@ -217,17 +217,20 @@ def test_the_command_line_says_what_it_did_and_what_would_be_lost(
 
 def test_arrays_come_in_without_torch(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(5), "l": [1, {"x": 2.5}]}, tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp")
     program = (
         "import sys, treeckpt as tc\n"
         "report = tc.convert.convert(*sys.argv[1:3])\n"
         "tc.convert.convert(sys.argv[2], sys.argv[3], lossy=True)\n"
+        "tc.convert.convert(sys.argv[4], sys.argv[5])\n"
         "assert 'torch' not in sys.modules, 'nothing of it was needed'\n"
     )
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    arguments = [str(tmp_path / name) for name in ("in.pt", "one", "out.safetensors")]
+    arguments = [str(tmp_path / name) for name in ("in.pt", "one", "out.safetensors", "dcp", "three")]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, env=os.environ | {"PYTHONPATH": path})
     convert(tmp_path / "out.safetensors", tmp_path / "two")
     assert torch.equal(tc.load(tmp_path / "two")["w"], torch.arange(5))
+    assert torch.equal(tc.load(tmp_path / "three")["w"], torch.arange(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "torch.bfloat16", "bfloat16"])

@@ -19,6 +19,7 @@ from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, PerRankNode
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.treemap import state_part, treemap_of
+from treeckpt.errors import MismatchError
 
 WAYS = ["tree", "part", "rank", "file", "dtype"]
 
@@ -132,6 +133,29 @@ def test_a_map_of_one_leaf_is_that_leaf():
 def test_boxes_beyond_the_limit_are_one_box_of_their_parent(count, rest):
     outline = outline_of({f"w{n}": n + 1 for n in range(10)})
     assert drawn(treemap_of(outline, "tree", count=count)) == [(-1, "", 55, -1, 0), *rest]
+
+
+@pytest.mark.parametrize("by", ["tree", "part", "dtype", "rank"])
+def test_many_small_leaves_are_ranges_of_which_none_is_the_largest_box_by_far(by):
+    sizes = {f"w{n:04d}": 100 for n in range(2000)} | {f"big{n}": 1000 * n for n in range(1, 5)}
+    boxes = treemap_of(outline_of(sizes), by, count=600)
+    parent = 0 if by in ("tree", "part") else 1
+    inside = [box for box in boxes[1:] if box.parent == parent]
+    assert sum(box.nbytes for box in inside) == sum(sizes.values()) and len(boxes) <= 600
+    ranges = [box for box in inside if box.more]
+    assert all(" … " in box.name for box in ranges) and len(ranges) > 20
+    assert max(box.nbytes for box in ranges) <= max(box.nbytes for box in inside if not box.more)
+
+
+def test_a_range_of_small_nodes_has_a_map_of_its_own():
+    outline = outline_of({f"w{n:04d}": 100 for n in range(2000)})
+    box = treemap_of(outline, "tree", count=100)[1]
+    inner = treemap_of(outline, "tree", node=box.node, count=100)
+    assert (inner[0].nbytes, inner[0].node) == (box.nbytes, box.node) and sum(b.nbytes for b in inner[1:]) == box.nbytes
+    assert inner[1].leaf >= 0 and len(inner) == box.more + 1
+    for wrong in (":", ":a-b", ":5", "a:1-2"):
+        with pytest.raises(MismatchError):
+            treemap_of(outline, "tree", node=wrong)
 
 
 def test_all_boxes_that_fit_are_shown():

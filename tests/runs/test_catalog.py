@@ -18,9 +18,9 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.placements import MeshLayout, Replicate, Shard
 from treeckpt._core.tree.containers import PerRank
 from treeckpt._inspect.profile import profile_of
+from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog, discovery
-from treeckpt._runs.stat_cache import LruStatCache
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 

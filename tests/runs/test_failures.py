@@ -8,19 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
-from tests.helpers.s3 import S3
 from tests.helpers.killed_saves import DEAD, leave_killed
+from tests.helpers.s3 import S3
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._cli.main import main
-from treeckpt._core.format.files import Progress, encode_progress, progress_name, step_name
-from treeckpt._core.format.shard_header import shard_name
-from treeckpt._io.process import this_process
+from treeckpt._core.format.files import step_name
 from treeckpt._io.storage.open import open_run
 from treeckpt._runs.discovery import scan
 from treeckpt._runs.failures import DIRECTORY, MAX_KEPT, Failures, SaveFailure, failures_of

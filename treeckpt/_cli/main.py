@@ -86,7 +86,10 @@ def add_dashboard(commands: Commands) -> None:
     """Adds `dashboard`."""
     parser = commands.add("dashboard", _dashboard, "browse runs in a web browser")
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="a run, a checkpoint, or one of another program: a directory or a file"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a run, a folder of runs, a checkpoint, or one of another program: a directory or a file",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one (default: 8265)")

@@ -128,7 +128,7 @@ def _ls(options: argparse.Namespace) -> int:
         listed += infos
         infos_of[run] = infos
         if not options.json:
-            runs |= _runs_among(infos)
+            runs |= _runs_below(run, infos)
             others |= _others_among(run, infos)
     if options.usage:
         show_usage(infos_of, options.keep, as_json=options.json)
@@ -160,6 +160,11 @@ def _ls(options: argparse.Namespace) -> int:
     return 0
 
 
+def _runs_below(run: str, infos: Sequence[CheckpointInfo]) -> dict[str, int]:
+    """Returns the runs in a directory of runs and how many steps each has, {} for a run or a checkpoint."""
+    return {} if any(info.files != "foreign" for info in infos) else discovery.runs_in(open_run(run))
+
+
 class RunRow(msgspec.Struct, frozen=True):
     """One run of `ls --metric`."""
 
@@ -184,7 +189,7 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
             if not infos and (problem := no_such_run(run)):
                 return usage_error(problem)
-            below = _runs_among(infos)
+            below = _runs_below(run, infos)
             found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
         for path, listed in found.items():
             listed = [with_verification(info, open_store(info.path), known) for info in listed]
@@ -246,14 +251,6 @@ def _json_of(info: CheckpointInfo) -> Mapping[str, object]:
     facts = {name: part for name, part in msgspec.structs.asdict(info).items() if name != "files"}
     facts |= {"metrics": metrics, "unhealthy": info.unhealthy}
     return {"name": info.name, "status": info.status, "intact": info.intact} | facts
-
-
-def _runs_among(found: Sequence[CheckpointInfo]) -> dict[str, int]:
-    """Returns the steps of each directory that is a run itself, by its path, where no checkpoint was found."""
-    if any(info.status != "foreign" for info in found):
-        return {}
-    counts = {info.path: sum(map(is_step_name, open_run(info.path).names())) for info in found}
-    return {path: steps for path, steps in counts.items() if steps}
 
 
 def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[str, str]]:

@@ -37,12 +37,14 @@ from .files import (
     strided_array,
 )
 from .pickle_reader import UnbuiltObject, brief, read_pickle
-from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, sizes_of
+from .pickle_values import PLAIN, RefusedLeaf, build_tree, dtype_named, size_as_tuple, sizes_of
 from .safetensors_read import read_safetensors
 from .torch_read import entry_places, read_torch
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
+_METADATA = {**PLAIN, "torch Size": size_as_tuple}
+"""Constructors of what `.metadata` holds."""
 REMEMBERED_ARCHIVES = 4096
 """Archives of chunks whose place in the file is remembered."""
 
@@ -125,7 +127,7 @@ class DcpDirectory:
         self.store, self.sums, self.refused = store, sums, refused
         self.label = f"{store.url}/{DCP_METADATA}"
         self.files = store.sizes()
-        read = read_pickle(store_window(store, DCP_METADATA, self.files), PLAIN)
+        read = read_pickle(store_window(store, DCP_METADATA, self.files), _METADATA)
         metadata, self._left = read.value, read.steps
         self.entries, self.paths, places = self._fields(
             metadata, "Metadata", "state_dict_metadata", "planner_data", "storage_data"

@@ -193,10 +193,15 @@ def _encode(text: Any, codec: Any) -> bytes:
     return text.encode("latin-1")
 
 
+def size_as_tuple(items: Any) -> tuple[int, ...]:
+    """Builds a torch.Size as a tuple: metadata are read without torch, whose import takes seconds."""
+    return tuple(int(_of(int, n)) for n in _held(items))
+
+
 def _size(items: Any) -> Any:
     import torch
 
-    return torch.Size(tuple(int(_of(int, n)) for n in _held(items)))
+    return torch.Size(size_as_tuple(items))
 
 
 def _device(*args: Any) -> Any:

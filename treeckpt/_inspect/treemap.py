@@ -1,12 +1,16 @@
 """Treemaps of the bytes of a checkpoint: nested boxes by the tree, its parts, ranks, files or dtypes.
 
 A tree of a million leaves has more boxes than a screen has pixels. So the largest nodes are expanded first, until there
-are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent.
+are enough boxes; smaller nodes, and those beyond the limit, are merged into one box of their parent. Where that box
+would be larger than all others, it is divided into ranges of nodes of about equal sizes, which a map of its own shows.
 """
 
 from __future__ import annotations
 
 import heapq
+import operator
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,13 +20,16 @@ from .._core.format.records import ArrayRecord, BoxChunks, GridChunks, Index, Le
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import Runs, decode_runs
 from .._core.tree.spec import BLOB_KINDS, ArraySpec
+from ..errors import MismatchError
 from .outline import Outline, OutlineRow
 
 TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
 
+MIN_DIVIDED = 16
+"""With room for fewer boxes than this, merged nodes are not divided."""
 MIN_SHARE = 400_000
 """A box with a share of less than 1 in this many is smaller than a pixel."""
-MAX_CHILDREN = 20_000
+MAX_CHILDREN = 100_000
 """Children of one node that are considered."""
 MAX_CHUNKS = 4_000_000
 """With more chunks than this, ranks and files are shown without leaves."""
@@ -38,7 +45,8 @@ class TreemapBox(msgspec.Struct, frozen=True):
     leaf: int = -1
     """Number of the leaf that the box shows; -1 for none."""
     node: str = ""
-    """Name of the node that the box shows, see `_inspect.outline`; empty for none."""
+    """Name of the node that the box shows, see `_inspect.outline`; empty for none. `0.3:8-40` are those of its children
+    that are the 9th to the 40th largest."""
     more: int = 0
     """Number of smaller boxes that are merged in it."""
 
@@ -54,30 +62,84 @@ def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int =
         MismatchError: there is no such node.
     """
     if by == "tree":
-        return _by_tree(outline, outline.row(node), count)
+        return _by_tree(outline, node, count)
     shares = _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline, by)
     return _by_group(outline, *shares, count)
 
 
-def _by_tree(outline: Outline, root: OutlineRow, count: int) -> list[TreemapBox]:
+def node_and_range(node: str) -> tuple[str, slice]:
+    """Returns the name of a node, and which of its children, the largest first, a map begins with.
+
+    Raises:
+        MismatchError: it names no range.
+    """
+    name, colon, given = node.partition(":")
+    if not colon:
+        return name, slice(None)
+    start, _, stop = given.partition("-")
+    if not (start.isdecimal() and stop.isdecimal()):
+        raise MismatchError(node, expected="a node, or a range of its children as 0.3:8-40", found="neither")
+    return name, slice(int(start), int(stop))
+
+
+def _by_tree(outline: Outline, node: str, count: int) -> list[TreemapBox]:
+    name, part = node_and_range(node)
+    root = outline.row(name)
     boxes = [_box(-1, root)]
     smallest = root.nbytes / MIN_SHARE
     heap = [(-root.nbytes, 0, root)]
     while heap and len(boxes) < count - 1:
         _, at, row = heapq.heappop(heap)
+        children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
+        nbytes, more = row.nbytes, row.children
+        if at == 0 and name != node:
+            children = children[part]
+            nbytes, more = sum(child.nbytes for child in children), len(children)
+            boxes[0] = TreemapBox(-1, f"{more:,} of {root.key}", nbytes, node=node)
+        first = (part.start or 0) if at == 0 else 0
         # One place is kept for the box of the smaller ones.
         room = count - len(boxes) - 1
-        children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
-        shown = [child for child in children[:room] if child.nbytes > smallest]
-        for child in shown:
+        sizes = [child.nbytes for child in children]
+        shown = bisect_left(sizes, -smallest, hi=min(room, len(sizes)), key=operator.neg)
+        if sum(sizes[shown:]) > max(sizes[:1], default=0) and room >= MIN_DIVIDED:
+            shown = bisect_left(sizes, -nbytes / room, hi=min(shown, room // 2), key=operator.neg)
+        for child in children[:shown]:
             if child.kind != "leaf":
                 heapq.heappush(heap, (-child.nbytes, len(boxes), child))
             boxes.append(_box(at, child))
-        rest = row.nbytes - sum(child.nbytes for child in shown)
-        more = row.children - len(shown)
-        if rest > 0 and more > 0:
-            boxes.append(TreemapBox(at, "", rest, node=row.node, more=more))
+        ranges = divided(sizes, shown, room - shown)
+        for start, stop in ranges:
+            between = f"{children[start].key} … {children[stop - 1].key}"
+            place = f"{row.node}:{first + start}-{first + stop}"
+            boxes.append(TreemapBox(at, between, sum(sizes[start:stop]), node=place, more=stop - start))
+        done = len(sizes) if ranges else shown
+        if (rest := nbytes - sum(sizes[:done])) > 0 and more > done:
+            boxes.append(TreemapBox(at, "", rest, node=row.node, more=more - done))
     return boxes
+
+
+def divided(sizes: Sequence[int], shown: int, room: int) -> list[tuple[int, int]]:
+    """Divides what is merged into ranges, so that none is larger than the largest that is shown, if there is room.
+
+    Args:
+        sizes: of all, the largest first.
+        shown: how many have a box of their own.
+        room: the most ranges.
+
+    Returns:
+        Where ranges start and stop; none if what is merged is smaller than the largest.
+    """
+    rest = sum(sizes[shown:])
+    if room < MIN_DIVIDED // 2 or not sizes or rest <= sizes[0]:
+        return []
+    most = max(sizes[0], 2 * rest / room)
+    ranges, start, held = [], shown, 0
+    for at in range(shown, len(sizes)):
+        if held and held + sizes[at] > most:
+            ranges.append((start, at))
+            start, held = at, 0
+        held += sizes[at]
+    return [*ranges, (start, len(sizes))]
 
 
 def _box(parent: int, row: OutlineRow) -> TreemapBox:
@@ -209,21 +271,61 @@ def _by_group(
     order: list[int] = np.argsort(-sums, kind="stable").tolist()
     largest = [at for at in order if sums[at]]
     where: dict[int, int] = {}
-    for at in largest[: max(1, count // 2)]:
+    sizes: list[int] = sums[largest].tolist()
+    shown = min(len(largest), max(1, count // 2))
+    if sum(sizes[shown:]) > max(sizes[:1], default=0) and count >= MIN_DIVIDED:
+        shown = count // 4
+    for at in largest[:shown]:
         where[at] = len(boxes)
         boxes.append(TreemapBox(0, names[at], int(sums[at])))
-    if rest := largest[len(where) :]:
-        boxes.append(TreemapBox(0, "", int(sums[rest].sum()), more=len(rest)))
+    for start, stop in divided(sizes, shown, count // 4) or [(shown, len(largest))] * (shown < len(largest)):
+        between = (
+            f"{names[largest[start]]} … {names[largest[stop - 1]]}" if start > shown or stop < len(largest) else ""
+        )
+        boxes.append(TreemapBox(0, between, sum(sizes[start:stop]), more=stop - start))
     left = {at: int(sums[at]) for at in where}
     members: list[int] = np.bincount(group[leaf >= 0], minlength=len(names)).tolist()
     # A place is kept in each group for the box of its smaller leaves.
-    shown = np.argsort(-nbytes, kind="stable")[: max(0, count - len(boxes) - len(where))]
-    shown = shown[(leaf[shown] >= 0) & (nbytes[shown] >= -(-total // MIN_SHARE)) & np.isin(group[shown], list(where))]
+    room = max(0, count - len(boxes) - len(where))
+    by_size = np.argsort(-nbytes, kind="stable")
+    by_size = by_size[(leaf[by_size] >= 0) & np.isin(group[by_size], list(where))]
+    kept = room if len(by_size) <= room or room < MIN_DIVIDED else room // 2
+    shown = by_size[:kept]
+    shown = shown[nbytes[shown] >= -(-total // (room if kept < room else MIN_SHARE))]
     rising = np.sort(leaf[shown]).tolist()
     paths = dict(zip(rising, outline.paths(rising), strict=True))
+    most: dict[int, int] = {}
     for at, number, size in zip(group[shown].tolist(), leaf[shown].tolist(), nbytes[shown].tolist(), strict=True):
+        most.setdefault(at, size)
         boxes.append(TreemapBox(where[at], paths[number], size, number))
         left[at] -= size
         members[at] -= 1
-    boxes += [TreemapBox(where[at], "", rest, more=members[at]) for at, rest in left.items() if rest and members[at]]
+    few = int(kept < room) * (room - kept) / total if total else 0.0
+    for at, rest in left.items():
+        if not (rest and members[at]):
+            continue
+        merged = (
+            by_size[len(shown) :][group[by_size[len(shown) :]] == at] if few and rest > most.get(at, 0) else shown[:0]
+        )
+        boxes += _merged(outline, where[at], leaf[merged], nbytes[merged], most.get(at, 0), int(few * rest)) or [
+            TreemapBox(where[at], "", rest, more=members[at])
+        ]
     return boxes
+
+
+def _merged(
+    outline: Outline, parent: int, leaf: np.ndarray, nbytes: np.ndarray, most: int, room: int
+) -> list[TreemapBox]:
+    """Returns the boxes of the smaller leaves of a group, the largest first; none if they are not divided."""
+    ranges = divided([most, *nbytes.tolist()], 1, room) if len(leaf) else []
+    ends = sorted({int(leaf[n]) for start, stop in ranges for n in (start - 1, stop - 2)})
+    paths = dict(zip(ends, outline.paths(ends), strict=True))
+    return [
+        TreemapBox(
+            parent,
+            f"{paths[int(leaf[start - 1])]} … {paths[int(leaf[stop - 2])]}",
+            int(nbytes[start - 1 : stop - 1].sum()),
+            more=stop - start,
+        )
+        for start, stop in ranges
+    ]

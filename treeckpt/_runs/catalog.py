@@ -40,7 +40,14 @@ from .._core.tree.value_codec import Value, decode_value
 from .._inspect.profile import profile_of
 from .._io.os_errors import wrap_read_error
 from .._io.storage import checkpoint
-from .._io.storage.checkpoint import KnownIndex, NewestIndex, decode_and_check, read_index_bytes
+from .._io.storage.checkpoint import (
+    KnownIndex,
+    LruStatCache,
+    NewestIndex,
+    StatCache,
+    decode_and_check,
+    read_index_bytes,
+)
 from .._io.storage.open import open_store
 from .._io.storage.shard_reader import check_missing
 from .._io.storage.store import DirectoryEntry, RunStore, Store
@@ -48,7 +55,6 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
-from .stat_cache import LruStatCache, StatCache
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._core.format.files import step_name
+from .._core.format.files import is_step_name, step_name
 from .._core.format.index import INDEX_NAME
 from .._io.os_errors import shows_damage, wrap_read_error
-from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.checkpoint import LruStatCache, NewestIndex, StatCache
 from .._io.storage.local_store import is_url, local_path
 from .._io.storage.open import open_run, open_store
 from .._io.storage.store import RunStore
@@ -24,7 +24,6 @@ from .catalog import (
     regular_files,
     that_counts,
 )
-from .stat_cache import LruStatCache, StatCache
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -91,6 +90,22 @@ def scan(
 def runs_below(run: RunStore) -> list[str]:
     """Returns the paths of the directories of a run that are runs themselves."""
     return [folder.place for folder in run.folders() if has_steps(folder)]
+
+
+def runs_in(folder: RunStore) -> dict[str, int]:
+    """Returns the paths of the runs in a directory that has no steps itself, and how many steps each has.
+
+    Links are not followed.
+
+    Raises:
+        StoreError: it, or one of them, could not be read.
+    """
+    names = folder.names()
+    if any(map(is_step_name, names)):
+        return {}
+    inside = [one for one in map(folder.folder, names) if one.traits.follow_links or not one.is_link]
+    counts = {one.place: sum(map(is_step_name, open_run(one.place).names())) for one in inside}
+    return {place: steps for place, steps in counts.items() if steps}
 
 
 def links_and_other_names(run: RunStore) -> dict[int, str]:

@@ -49,7 +49,7 @@ from .._inspect.deletion import (
     plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
-from .._io.storage.checkpoint import KnownIndex, NewestIndex
+from .._io.storage.checkpoint import KnownIndex, LruStatCache, NewestIndex, StatCache
 from .._io.storage.deletions import (
     DECIDED,
     GRACE,
@@ -85,7 +85,6 @@ from .catalog import (
     with_verification,
 )
 from .failures import FailureHistory
-from .stat_cache import LruStatCache, StatCache
 from .verification import (
     DamagedPart,
     VerificationStore,

@@ -1,10 +1,14 @@
 """The list of runs, one a row, and the search over runs, steps and leaves."""
 
+import shutil
+
 import pytest
 
 from tests.dashboard.helpers import under_way
+from tests.helpers.background import until
 from tests.helpers.large import write_large_checkpoint, write_many
 from tests.helpers.samples import write_metrics
+from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt_dashboard.pages.render import sparkline
 from treeckpt_dashboard.runs import finder
@@ -99,6 +103,44 @@ def test_what_the_page_shows_comes_first(client):
     assert [i["text"] for i in found(client, "")["items"]] == ["gpt-large", "vit", "empty"]
     assert [i["text"] for i in found(client, "", vit["id"])["items"]][3:] == ["step 7,000", "step 700"]
     assert found(client, "700", "0" * 12)["items"] and found(client, "\x00\u202e")["items"] == []
+
+
+def test_runs_in_a_folder_are_those_that_ls_names_and_new_ones_appear(serve, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("treeckpt_dashboard.store.library.LOOK_SECONDS", 0.05)
+    write_many(tmp_path / "runs" / "b", 1)
+    (tmp_path / "runs" / "logs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to("b")
+    client = serve(tmp_path / "runs")
+
+    def named():
+        return [run["name"] for run in client.get("/api/v1/runs").json()["runs"]]
+
+    assert named() == ["b"] and client.get("/").status_code == 200, "a list, in which others may appear"
+    tag = client.get("/").headers["ETag"]
+    write_many(tmp_path / "runs" / "a", 2)
+    assert until(lambda: named() == ["a", "b"])
+    text = client.get("/", headers={"If-None-Match": tag}).text
+    assert text.count('<th scope="row">') == 2 and "no checkpoint" not in text
+    [first, _] = client.get("/api/v1/runs").json()["runs"]
+    assert client.get(f"/runs/{first['id']}").status_code == 200
+    assert client.get(f"/api/v1/runs/{first['id']}/trends").status_code == 200
+    assert main(["ls", str(tmp_path / "runs")]) == 0
+    told = capsys.readouterr().out
+    assert "a: a run of 2 steps" in told and "b: a run of 1 step," in told and "link: a run" not in told
+    shutil.rmtree(tmp_path / "runs" / "b")
+    assert until(lambda: named() == ["a"])
+
+
+def test_a_folder_that_becomes_a_run_or_a_folder_of_runs_is_taken_for_it(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("treeckpt_dashboard.store.library.LOOK_SECONDS", 0.05)
+    (tmp_path / "new").mkdir()
+    client = serve(tmp_path / "new")
+    [empty] = client.get("/api/v1/runs").json()["runs"]
+    assert empty["name"] == "new" and empty["total"] == 0
+    write_many(tmp_path / "new" / "first", 1)
+    assert until(lambda: [run["name"] for run in client.get("/api/v1/runs").json()["runs"]] == ["first"])
+    write_many(tmp_path / "new", 1)  # steps of its own: it is a run, as for `ls`
+    assert until(lambda: [run["id"] for run in client.get("/api/v1/runs").json()["runs"]] == [empty["id"]])
 
 
 def test_there_is_a_limit_which_is_told(serve, tmp_path, monkeypatch):

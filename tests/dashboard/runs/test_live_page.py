@@ -1,6 +1,7 @@
 """The page of saves in progress."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from tests.dashboard.helpers import SAVE, page, under_way
 from tests.helpers.large import write_many
 from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._io.process import this_process
+from treeckpt_dashboard.runs import live
 from treeckpt_dashboard.runs.live import SaveRates, live_page
+from treeckpt_dashboard.store import watch
 from treeckpt_dashboard.store.library import Library
 
 
@@ -56,8 +59,8 @@ def test_a_save_that_was_killed_is_not_shown_as_being_written(serve, tmp_path):
     assert seen["saving"] == 0 and seen["statuses"] == {"complete": 1, "partial": 1}
     assert [(row["saved"], row["phase"]) for row in seen["checkpoints"]] == [(None, None)] * 2
     assert "being written" not in client.get("/").text
-    live = client.get("/live").text
-    assert live.count("It was killed") == 2 and 'class="count"' not in live
+    text = client.get("/live").text
+    assert text.count("It was killed") == 2 and 'class="count"' not in text
     assert client.get("/api/v1/live").json()["saving"] == 0
     metrics = client.get("/metrics").text
     assert "saves_under_way{" in metrics and not re.search(r"saves_under_way\{[^}]*\} [1-9]", metrics)
@@ -79,16 +82,48 @@ def test_every_page_says_the_same_of_a_save_that_fell_silent(serve, tmp_path):
     [row] = [row for row in found["checkpoints"] if row["status"] == "stalled"]
     assert row["stalled"] and row["saved"] == 0.75 and "hangs or was killed" in row["waits_for"]
     assert client.get("/api/v1/live").json()["saving"] == 0
-    live, one = client.get("/live").text, client.get(f"/checkpoints/{row['id']}").text
+    saves, one = client.get("/live").text, client.get(f"/checkpoints/{row['id']}").text
     home, run = client.get("/").text, client.get(f"/runs/{found['id']}").text
-    for html in (live, one, home, run):
+    for html in (saves, one, home, run):
         assert "being written" not in html and "stalled" in html
-    for html in (live, home, run):
-        assert 'data-busy="1"' not in html, "no page keeps asking for it"
+    for html in (saves, home, run):
+        assert 'data-busy="1"' not in html, "it is not busy"
     assert "This is no checkpoint" not in one and "hangs or was killed" in one and "75 %" in one
     metrics = client.get("/metrics").text
     assert "saves_under_way" in metrics and re.search(r"saves_stalled\{[^}]*\} 1", metrics)
     assert 'status="stalled"} 1' in metrics and 'status="in_progress"} 0' in metrics
+
+
+def test_a_dead_save_hides_none_that_lives(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "FRESH", 0.0)  # each request looks again
+    write_many(tmp_path / "run", 3)
+    under_way(tmp_path / "run" / "step_00000007", [(500, "write")], world=1, now=time.time_ns() - 10**12)
+    client = serve(tmp_path / "run")
+
+    def seen():
+        return [(int(save["name"][-1]), save["state"]) for save in client.get("/api/v1/live").json()["saves"]]
+
+    assert seen() == [(7, "stalled")]
+    under_way(tmp_path / "run" / "step_00000009", [(500, "write")], world=1)
+    under_way(tmp_path / "run" / "step_00000008", [(500, "write")], world=1, now=time.time_ns() - 10**11)
+    assert seen() == [(9, "in_progress"), (8, "stalled"), (7, "stalled")], "those that live come first"
+    shutil.rmtree(tmp_path / "run" / "step_00000009")
+    assert seen() == [(8, "stalled"), (7, "stalled")]
+
+
+def test_what_has_not_changed_on_the_live_page_is_a_304(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "SPELL", 1e9)
+    monkeypatch.setattr(watch, "FRESH", 0.0)
+    client = serve(write_many(tmp_path / "run", 2))
+    tag = client.get("/live").headers["ETag"]
+    assert client.get("/live", headers={"If-None-Match": tag}).status_code == 304
+    under_way(tmp_path / "run" / "step_00000007", [(500, "write")], world=1)
+    answer = client.get("/live", headers={"If-None-Match": tag})
+    assert answer.status_code == 200 and "step 7" in answer.text
+    tag = answer.headers["ETag"]
+    assert client.get("/live", headers={"If-None-Match": tag}).status_code == 304
+    monkeypatch.setattr(live, "SPELL", 1e-3)
+    assert client.get("/live", headers={"If-None-Match": tag}).status_code == 200, "ages are said with seconds"
 
 
 def test_the_page_of_a_save_in_progress_says_so(serve, tmp_path):

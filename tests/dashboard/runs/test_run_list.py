@@ -31,7 +31,8 @@ def test_orders_go_by_every_column_both_ways(serve, many):
     for sort, key in (("time", "seconds"), ("-time", "seconds"), ("bytes", "nbytes"), ("-bytes", "nbytes")):
         values = [row[key] for row in page(client, f"?sort={sort}").json()["run"]["checkpoints"]]
         assert values == sorted(values, reverse=sort.startswith("-")) and len(values) == 100
-    assert page(client, "?sort=name").status_code == 422
+    wrong = page(client, "?sort=name")
+    assert wrong.status_code == 422 and "expected newest, oldest, bytes" in wrong.text and "^" not in wrong.text
 
 
 @pytest.mark.parametrize("sort", ["newest", "oldest", "-time", "bytes", "-status"])
@@ -100,7 +101,9 @@ def test_lists_filters_metrics_and_the_command_count_the_same_states(serve, tmp_
     assert [one["step"] for one in listed if one["intact"]] == [100]
     assert Counter(info.status for info in scan(run)) == counts
     text = client.get(f"/runs/{found['id']}").text
-    assert ">1<small>complete</small>" in text and ">3<small>damaged</small>" in text and "1 known to be intact" in text
+    assert (
+        ">1<small>complete,</small>" in text and ">3<small>damaged</small>" in text and "1 known to be intact" in text
+    )
     assert "committed" not in text and "corrupt" not in text
 
 

@@ -1,9 +1,9 @@
 """Timings reduced for trends: what is kept of a save, and that each file is read once."""
 
 import contextlib
+import json
 import sqlite3
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -96,7 +96,7 @@ def test_durations_in_a_cache_of_an_older_version_are_read_again(tmp_path, reads
     [file] = (tmp_path / "cache").glob("*/summaries.db")
     with contextlib.closing(sqlite3.connect(file)) as database, database:
         for key, data in database.execute("SELECT key, data FROM summary").fetchall():
-            if "names" in (kept := msgspec.msgpack.decode(data)):
+            if "names" in (kept := json.loads(data)):
                 old = {name: kept[name] for name in ("seconds", "blocked_seconds", "error")}
-                database.execute("UPDATE summary SET data = ? WHERE key = ?", (msgspec.msgpack.encode(old), key))
+                database.execute("UPDATE summary SET data = ? WHERE key = ?", (json.dumps(old), key))
     assert trends(tmp_path / "run", tmp_path / "cache") == first and len(reads) == 6

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 
 from tests.helpers.background import until
 from tests.helpers.far_s3 import FarS3, far_s3_server, lists, put_many, rounds
+from tests.helpers.large import write_many
+from tests.helpers.s3 import BUCKET
 from treeckpt._io.storage.object_store import ObjectRun
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.discovery import scan
@@ -17,6 +21,7 @@ from treeckpt_dashboard.runs.model import runs_page
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.store.watch import ENOUGH, DirectoryState, RunWatcher
+from treeckpt_dashboard.web.app import create_app
 
 COUNT = 130
 
@@ -106,6 +111,32 @@ def test_a_store_that_refuses_later_is_said_to(server: FarS3, url: str, tmp_path
     assert part.total == COUNT and part.scan.problem is None
 
 
+def test_a_store_that_is_down_is_said_to_be_and_nothing_is_said_to_be_missing(
+    server: FarS3, url: str, tmp_path: Path, monkeypatch
+) -> None:
+    server.set(latency=0.0, rules=[])
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    app = create_app([url], cache=tmp_path / "cache")
+    client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    [run] = app.state.library.runs
+    watch = app.state.library.watches[run.id]
+    watch.refresh(wait=300)
+    checkpoint = client.get("/api/v1/runs").json()["runs"][0]["checkpoints"][0]["id"]
+    assert "treeckpt_scan_complete{" in (text := client.get("/metrics").text) and re.search("scan_complete.* 1\n", text)
+    server.set(rules=[{"match": "list-type", "do": "500", "times": 1000}])
+    for at in ("", "/files"):
+        answer = client.get(f"/api/v1/checkpoints/{checkpoint}{at}")
+        assert answer.status_code == 502 and url in answer.json()["error"], answer.text
+        page = client.get(f"/checkpoints/{checkpoint}{at}")
+        assert page.status_code == 502 and "The store cannot be read" in page.text and "Not found" not in page.text
+    watch._fresh_until = None
+    watch.refresh(wait=300)
+    assert re.search("scan_complete.* 0\n", client.get("/metrics").text)
+    assert "cannot be read now" in client.get(f"/runs/{run.id}").text
+    server.set(rules=[])
+
+
 def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -> None:
     server.set(latency=0.04, rules=[])
     told: list[tuple[int, int]] = []
@@ -114,3 +145,26 @@ def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -
     assert told == [(n, COUNT) for n in range(1, COUNT + 1)]
     log = server.log()
     assert len(log) == 1 + 2 * COUNT and rounds(log) <= 40
+
+
+def test_runs_in_a_folder_of_a_bucket_are_found_and_new_ones_appear(server: FarS3, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("treeckpt_dashboard.store.library.LOOK_SECONDS", 0.05)
+    server.set(latency=0.0, rules=[])
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    files = [path for path in write_many(tmp_path / "run", 1).rglob("*") if path.is_file()]
+    url = server.url()
+    key = url.removeprefix(f"s3://{BUCKET}/")
+
+    def put(name: str) -> None:
+        for file in files:
+            server.put(f"{key}/{name}/{file.relative_to(tmp_path / 'run')}", file.read_bytes())
+
+    put("first")
+    library = Library([url], cache=Cache(tmp_path / "cache"))
+    assert until(lambda: [run.name for run in library.runs] == ["first"])
+    put("second")
+    assert until(lambda: [run.name for run in library.runs] == ["first", "second"])
+    [run, _] = runs_page(library).runs
+    library.watches[run.id].refresh(wait=300)
+    assert runs_page(library).runs[0].complete == 1 and runs_page(library).runs[0].path == f"{url}/first"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.dashboard.helpers import under_way
 from tests.helpers.background import until
 from tests.helpers.large import write_many
 from tests.helpers.memory_run import MemoryRun
@@ -42,6 +43,19 @@ def test_only_what_may_have_changed_is_looked_at_again(tmp_path):
     (tmp_path / "run" / "step_00000100").rename(tmp_path / "gone")
     watch.refresh(wait=300)
     assert len(watch.infos) == 199
+
+
+def test_a_small_run_is_looked_at_again_within_half_a_second(tmp_path):
+    """A save that lasts a second is seen by whoever asks while it lasts."""
+    write_many(tmp_path / "run", 3)
+    now, library = [0.0], Library([tmp_path / "run"])
+    [run] = library.runs
+    watch = RunWatcher(run.store, lambda folder: library.inspect_directory(run, folder), clock=lambda: now[0])
+    watch.refresh(wait=300)
+    under_way(tmp_path / "run" / "step_00000007", [(500, "write")], world=1)
+    now[0] = 0.5
+    watch.refresh(wait=300)
+    assert [info.name for info in watch.infos if info.saving] == ["step_00000007"]
 
 
 def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeypatch):

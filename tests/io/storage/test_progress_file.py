@@ -152,7 +152,7 @@ def test_what_a_killed_save_left_is_harmless(tmp_path: Path) -> None:
 def test_a_directory_with_nothing_else_is_a_save_that_never_finished(tmp_path: Path) -> None:
     (tmp_path / "run" / "other").mkdir(parents=True)
     left_over(tmp_path / "run" / "other")
-    assert [info.status for info in discovery.scan(tmp_path / "run")] == ["partial"]
+    assert [info.status for info in discovery.scan(tmp_path / "run")] == ["stalled"]
 
 
 def test_overwriting_removes_the_old_saves_record(tmp_path: Path) -> None:

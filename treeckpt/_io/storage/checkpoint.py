@@ -1,5 +1,7 @@
 """An opened checkpoint, its small files (index, timings, sidecar files), and the index made again from the shards.
 
+Caches keep what was read of small files until the files change.
+
 Everything that is read through one `Checkpoint` belongs to one save, or the read fails: its index, and the headers of
 its shards, are each read and decoded once per call. A save with `overwrite=True` deletes the files of the save before:
 a reader of the previous index finds files missing, and must read the new version.
@@ -10,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import count
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,12 +29,13 @@ from ..._core.format.shard_header import ShardHeader, parse_shard_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
 from ..._inspect.diff import Checksums
-from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, TreeckptError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StoreError, TreeckptError
 from ..os_errors import wrap_read_error
 from .foreign_formats import describe_foreign, describe_place
 from .shard_reader import OpenedShard, open_shard, read_header
-from .store import FileRange, Store, for_each
+from .store import DirectoryEntry, FileRange, Store, for_each
 
+T = TypeVar("T")
 OnShardsRead = Callable[[int, int], object]
 """Takes how many shards were read, and of how many."""
 
@@ -434,3 +439,61 @@ class ArrivingHeaders:
                 if file.name not in sizes:
                     open_shard(self._checkpoint.store, self._checkpoint.index, file, None)
             raise
+
+
+class StatCache(Protocol):
+    """A cache of results read from files, which are valid until the file changes."""
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or raises the cached error; calls `read` if there is none, or the file has changed.
+
+        Args:
+            entry: the file that `read` reads, as it is now.
+        """
+        ...
+
+
+class LruStatCache:
+    """A cache in memory; a file counts as changed if its inode, modification time or size differs.
+
+    Args:
+        entries: the least recently used is dropped beyond this number.
+    """
+
+    def __init__(self, entries: int = 4096) -> None:
+        self._entries = entries
+        self._found: OrderedDict[tuple[str, str], tuple[tuple[int, ...], Any]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Returns the cached result or error, or calls `read`; a `StoreError` is raised and not cached.
+
+        Nothing is cached of a file of which the store knows neither a time nor a number.
+        """
+        if not entry.modified_ns and not entry.number:
+            return read()
+        stamp = (entry.modified_ns, entry.nbytes, entry.number)
+        with self._lock:
+            kept = self._found.get(key)
+            if kept is not None and kept[0] == stamp:
+                self._found.move_to_end(key)
+                return _result(kept[1])
+        try:
+            # Without the lock, so that several threads read at a time.
+            result: T | TreeckptError = read()
+        except StoreError:
+            raise
+        except TreeckptError as error:
+            result = error
+        with self._lock:
+            self._found[key] = (stamp, result)
+            while len(self._found) > self._entries:
+                self._found.popitem(last=False)
+        return _result(result)
+
+
+def _result(kept: Any) -> Any:
+    if isinstance(kept, TreeckptError):
+        # It is raised again for each caller: each time its traceback would grow, and keep the frames of the one before.
+        raise kept.with_traceback(None)
+    return kept
