@@ -30,6 +30,7 @@ from .._runs import discovery
 from .._runs.active_saves import under_way_text
 from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
+from .._runs.failures import SHOWN_DAYS
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
 from .._runs.repair_advice import repair_advice
@@ -48,6 +49,7 @@ from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
+from .failures import show_failures
 from .usage import policies_from, show_usage
 
 METRICS = 4
@@ -100,6 +102,14 @@ def add_ls(commands: Commands) -> None:
         metavar="POLICIES",
         help="with --usage: try these policies too, as 'last:3 every:1000 best:loss:min:2'",
     )
+    ls.add_argument(
+        "--failures",
+        action="store_true",
+        help="list the saves that failed or were killed, also those whose files are gone, with their errors",
+    )
+    ls.add_argument(
+        "--days", type=_days, default=SHOWN_DAYS, metavar="N", help="with --failures: of the last N days (%(default)g)"
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -114,6 +124,8 @@ def _ls(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
+        if options.failures and len(infos) == 1 and is_checkpoint(run):
+            return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
         listed += infos
         infos_of[run] = infos
         if not options.json:
@@ -121,6 +133,9 @@ def _ls(options: argparse.Namespace) -> int:
             others |= _others_among(run, infos)
     if options.usage:
         show_usage(infos_of, options.keep, as_json=options.json)
+        return 0
+    if options.failures:
+        show_failures(infos_of, options.days, as_json=options.json)
         return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
@@ -390,6 +405,10 @@ def _number(text: str, kind: type[int] | type[float], least: float, what: str) -
 
 def _count(text: str) -> int:
     return _number(text, int, 1, "a number from 1 on")
+
+
+def _days(text: str) -> float:
+    return _number(text, float, 0, "a number of days")
 
 
 def _seconds(text: str) -> float:

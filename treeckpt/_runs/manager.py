@@ -61,6 +61,7 @@ from ..reports import SaveReport
 from .catalog import step_info
 from .discovery import links_and_other_names, runs_below
 from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
+from .failures import SaveFailures
 from .notebook import run_html
 from .options import (
     Keep,
@@ -377,7 +378,12 @@ class Manager:
         try:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
-                self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage
+                self.options,
+                step=number,
+                custom_metadata=metadata,
+                files=files,
+                lineage=lineage,
+                failures=SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None,
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
