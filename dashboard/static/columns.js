@@ -18,11 +18,11 @@ const SECONDS = [
 ];
 /** How many times the smallest value the largest is, at most, where both are in one unit. */
 const SPREAD = 1e4;
-/** Whole numbers below it are written out. */
-const WHOLE = 1e15;
+/** Whole numbers up to it are written out with separators; JSON has larger ones as texts. */
+const WHOLE = 2 ** 53;
 
-/** @param {Value[]} values @returns {number[]} */
-const finite = (values) => values.filter((value) => typeof value === "number" && Number.isFinite(value));
+/** @param {Value[]} values */
+const finite = (values) => /** @type {number[]} */ (values.filter(Number.isFinite));
 
 /** The smallest magnitude that is not zero, and the largest; zeros where there is none. @param {Value[]} values */
 function extent(values) {
@@ -37,7 +37,10 @@ function extent(values) {
 /** The power of ten of a value that is rounded to three digits. @param {number} value */
 const exponent = (value) => Number(value.toExponential(2).split("e")[1]);
 
-/** How many digits after the point a value has that is rounded to so many. @param {number} value @param {number} digits */
+/**
+ * How many digits after the point a value has that is rounded to so many digits.
+ * @param {number} value @param {number} digits
+ */
 function decimalsOf(value, digits) {
   const [mantissa, power] = value.toExponential(digits - 1).split("e");
   return Math.max((mantissa.split(".")[1] ?? "").replace(/0+$/, "").length - Number(power), 0);
@@ -100,13 +103,13 @@ export function numbersColumn(values, digits = 5) {
   const [low, high] = extent(values);
   const needed = finite(values).reduce((most, value) => Math.max(most, decimalsOf(value, digits)), 0);
   const decimals = Math.min(needed, Math.max(digits - 1 - exponent(high), 1 - exponent(low), 0));
-  const alike = high <= low * SPREAD && decimals <= 8 && high < WHOLE;
+  const alike = high <= low * SPREAD && decimals <= 8 && high <= WHOLE;
   return (value) => (typeof value === "string" ? value : alike ? fixed(value, decimals) : alone(value, digits));
 }
 
 /** A number of a column whose numbers have nothing in common. @param {number} value @param {number} digits */
 function alone(value, digits) {
-  if (Number.isInteger(value) && Math.abs(value) < WHOLE) return fixed(value, 0);
+  if (Number.isInteger(value) && Math.abs(value) <= WHOLE) return fixed(value, 0);
   const [mantissa, power] = value.toExponential(digits - 1).split("e");
   if (Number(power) >= -4 && Number(power) < digits) return String(Number(value.toPrecision(digits)));
   return `${Number(mantissa)}e${power[0]}${power.slice(1).padStart(2, "0")}`;

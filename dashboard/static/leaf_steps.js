@@ -53,7 +53,7 @@ function stepsTable(data) {
       make("a", { href: addressOf(data, at) }, `step ${numberText(step)}`),
     ),
     make("td", {}, savedText(data, at) || "–"),
-    ...measures.map(({ values, text }) => make("td", { class: "n" }, values[at] === null ? "–" : text(values[at] ?? 0))),
+    ...measures.map(({ values, text }) => make("td", { class: "n" }, text(values[at] ?? "–"))),
   ]);
   return tableOf("small", head, rows);
 }

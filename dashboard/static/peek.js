@@ -85,7 +85,7 @@ function valuesTable({ left, top, values }) {
 
 /** @param {Statistics} statistics */
 function binsTable({ bins, edges }) {
-  const head = [make("th", { class: "n" }, "From"), make("th", { class: "n" }, "To"), make("th", { class: "n" }, "Values")];
+  const head = ["From", "To", "Values"].map((text) => make("th", { class: "n" }, text));
   const edge = numbersColumn(edges, 4);
   const rows = bins.map((count, n) => [
     make("td", { class: "n" }, edge(edges[n])),

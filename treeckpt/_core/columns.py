@@ -23,8 +23,8 @@ _BYTES = tuple((1000.0**n, name, 2 if n else 0) for n, name in enumerate(BYTE_UN
 _SECONDS = ((1e-6, "µs", 3), (1e-3, "ms", 2), (1.0, "s", 2))
 _SPREAD = 1e4
 """How many times the smallest value the largest is, at most, where both are in one unit."""
-_WHOLE = 1e15
-"""Whole numbers below it are written out."""
+_WHOLE = 2**53
+"""Whole numbers up to it are written out with separators; JSON has larger ones as texts."""
 
 Values = Iterable[float | str | None]
 
@@ -59,7 +59,7 @@ def numbers_column(values: Values, digits: int = 5) -> Callable[[float | str], s
     low, high = _extent(values)
     needed = max((_decimals(value, digits) for value in values), default=0)
     decimals = min(needed, max(digits - 1 - _exponent(high), 1 - _exponent(low), 0))
-    alike = high <= low * _SPREAD and decimals <= 8 and high < _WHOLE
+    alike = high <= low * _SPREAD and decimals <= 8 and high <= _WHOLE
     return partial(_number, decimals=decimals if alike else None, digits=digits)
 
 
@@ -86,13 +86,11 @@ def _decimals(value: float, digits: int) -> int:
 
 def _scale(units: Sequence[tuple[float, str, int]], low: float, high: float) -> tuple[float, str, int]:
     """Returns the unit of a column, its name, and the number of digits after the point."""
-    size, name, most = units[0]
-    decimals = most
     for size, name, most in reversed(units):
         decimals = max(2 - _exponent(high / size), 1 - _exponent(low / size), 0)
-        if high >= 0.9995 * size and decimals <= 2:
-            break
-    return size, name, min(decimals, most)
+        if size == units[0][0] or (high >= 0.9995 * size and decimals <= 2):
+            return size, name, min(decimals, most)
+    raise AssertionError("no units")
 
 
 def _fixed(value: float, decimals: int) -> str:
@@ -117,6 +115,8 @@ def _number(value: float | str, decimals: int | None, digits: int) -> str:
         return str(json_number(value))
     if decimals is not None:
         return _fixed(value, decimals)
-    if isinstance(value, int) or (value.is_integer() and abs(value) < _WHOLE):
+    if float(value).is_integer() and abs(value) <= _WHOLE:
         return f"{int(value):,}"
+    if isinstance(value, int):
+        return str(value)
     return f"{rounded(value, digits):.{digits}g}"
