@@ -11,15 +11,16 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from .._core.columns import bytes_column, numbers_column, seconds_column
 from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name, step_of
-from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
+from .._core.text import ago_text, bytes_text, count_text, json_number, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
 from .._io.storage.foreign_formats import describe_foreign
@@ -230,25 +231,28 @@ def _ls_metrics(options: argparse.Namespace) -> int:
 
 
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    size = bytes_column([row.nbytes for row in rows])
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
         "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
-        "size": [bytes_text(row.nbytes) for row in rows],
+        "size": [size(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
     }
     for at, metric in enumerate(rows[0].metrics if rows else ()):
         name = visible(metric.metric)
-        columns[name] = [_value_text(row.metrics[at].last) for row in rows]
+        found = [(row.metrics[at].last, row.metrics[at].best) for row in rows]
+        figure = numbers_column([one.value for pair in found for one in pair if one is not None])
+        columns[name] = [_value_text(last, figure) for last, _ in found]
         if metric.mode is not None:
             ways = {"min": "lowest", "max": "highest"}
-            columns[f"{ways[metric.mode]} {name}"] = [_value_text(row.metrics[at].best) for row in rows]
+            columns[f"{ways[metric.mode]} {name}"] = [_value_text(best, figure) for _, best in found]
     return columns
 
 
-def _value_text(found: MetricValue | None) -> str:
-    return "-" if found is None else f"{found.value:.6g} at {id_of(found.info)}"
+def _value_text(found: MetricValue | None, figure: Callable[[float], str]) -> str:
+    return "-" if found is None else f"{figure(found.value)} at {id_of(found.info)}"
 
 
 def _json_of_run(row: RunRow) -> Mapping[str, object]:
@@ -280,17 +284,18 @@ def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[
 
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
+    size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
     now, ids = time.time_ns(), {info.save_id: id_of(info) for info in found if info.save_id is not None}
     columns = {
         "name": [info.name for info in found],
         "status": ["run" if info.path in runs else info.status_text for info in found],
         "step": [_or_dash(info.step) for info in found],
-        "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
+        "size": [size(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],
         "ranks": [_or_dash(info.world) for info in found],
         "saved": [time_text(info.created_ns) for info in found],
         "age": ["-" if ns is None else ago_text((now - ns) / 1e9) for ns in (info.created_ns for info in found)],
-        "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
+        "took": [took(info.seconds) if info.seconds is not None else "-" for info in found],
     }
     more = {
         "after": [_after_text(info, ids) for info in found],
@@ -508,11 +513,12 @@ def _rm(options: argparse.Namespace) -> int:
     if problems:
         return 2 if absent else 1
     if not options.json or not options.yes:
+        size = bytes_column([removal.nbytes for _, _, removal in planned])
         rows = [
             (
                 info.name,
                 "link" if run.store.folder(info.name).is_link else info.status_text,
-                bytes_text(removal.nbytes),
+                size(removal.nbytes),
                 info.error or "",
             )
             for _, info, removal in planned
@@ -605,10 +611,11 @@ def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Seq
 def _print_report(report: CleanReport, *, alone: bool) -> None:
     rows = [("kept", id_text(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
+    size = bytes_column([one.nbytes for one in report.removed])
     for one in report.removed:
         files = count_text(len(one.files), "file") if one.files else "directory"
         what = "checkpoint" if one.what == "checkpoint" else files
-        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+        rows.append((word, one.name, size(one.nbytes), f"{what}: {one.reason}"))
     rows += [("left", one.name, "", one.why) for one in report.left]
     rows += [("failed", one.name, "", one.why) for one in report.failed]
     for name, files in report.foreign.items():
