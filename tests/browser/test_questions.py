@@ -142,7 +142,9 @@ def test_a_verification_is_started_where_none_was_made(person):
 def test_which_rank_is_slow_in_a_save_and_that_none_is_blamed_for_a_slow_disk(person, name, rank):
     person.click("link", name, exact=True)
     person.click("link", "275 ms")
-    expect(person.page.locator(".diagnosis")).to_contain_text("As long as the last ones: 1 x the median of the 19 saves")
+    expect(person.page.locator(".diagnosis")).to_contain_text(
+        "As long as the last ones: 1 x the median of the 19 saves"
+    )
     person.see(
         f"since step {SLOW_SINCE} (2025-06-15 15:47:40 UTC)",
         "80 % of it is fsync on rank 2 (host node1)" if name == "slow_rank" else "80 % of it is fsync on all 4 ranks",
@@ -193,7 +195,9 @@ def test_what_differs_between_two_steps(person):
     person.type(person.page.get_by_label("with step"), "30")
     rows = person.page.get_by_role("region", name="Differences", exact=True).locator("tbody tr")
     expect(rows).to_have_count(7)
-    person.see("value", "int 20", "int 30", at=rows.filter(has=person.page.get_by_role("link", name="step", exact=True)))
+    person.see(
+        "value", "int 20", "int 30", at=rows.filter(has=person.page.get_by_role("link", name="step", exact=True))
+    )
     expect(rows.filter(has_text="content changed")).to_have_count(6)
     person.see("1differs", at=person.page.locator(".tile", has_text="Value"))
     metadata = person.page.get_by_role("region", name="Metadata that differs")
@@ -272,7 +276,7 @@ def test_code_that_loads_what_a_rank_had_runs(person):
 def executed(code):
     """The names that code leaves, after it ran as it is."""
     names = {}
-    exec(compile(code, "copied", "exec"), names)  # noqa: S102
+    exec(compile(code, "copied", "exec"), names)
     return names
 
 
