@@ -1,5 +1,7 @@
 """How a run grows, and what it takes under a policy: simulated saves and clean-ups."""
 
+from pathlib import Path
+
 import pytest
 
 import treeckpt as tc
@@ -148,7 +150,15 @@ def test_where_too_few_saves_follow_each_other_nothing_is_projected():
 
 
 @pytest.mark.parametrize(
-    ("keep", "text"), [(3, "last:3"), (None, "all"), ("last:2 best:loss", "last:2 best:loss:min:1")]
+    ("keep", "text"),
+    [
+        (3, "last:3"),
+        (None, "all"),
+        ("last:2 best:loss", "last:2 best:loss:min:1"),
+        (Best("val loss"), "best:val%20loss:min:1"),
+        ([Last(1 + n) for n in range(20)], ""),
+        (Best("\ud800"), ""),
+    ],
 )
 def test_each_save_of_a_manager_records_its_policies(tmp_path, keep, text):
     with tc.Manager(tmp_path, keep=keep, background=False) as manager:
@@ -156,6 +166,20 @@ def test_each_save_of_a_manager_records_its_policies(tmp_path, keep, text):
     [info] = scan(tmp_path)
     assert info.lineage is not None and info.lineage.keep == text
     assert recorded_policies([info]) == parse_keep(text)
+
+
+def test_an_index_that_is_made_again_from_shards_has_the_policies(tmp_path):
+    with tc.Manager(tmp_path, keep="last:2 best:loss", background=False) as manager:
+        manager.save(1, {"a": 1}, metrics={"loss": 1.0})
+    [info] = scan(tmp_path)
+    Path(info.path, "index.json").unlink()
+    tc.verify(info.path, repair=True)
+    assert scan(tmp_path)[0].lineage == info.lineage and info.lineage is not None and info.lineage.keep
+
+
+def test_policies_of_any_size_in_an_index_are_simulated():
+    for keep in ("period:1e300", "period:1e-300", "every:999999999999999999", "last:999999999999999999", "best:x:1"):
+        assert usage_of_run(run_of(4, keep=keep), NOW).projections[0].source == "recorded"
 
 
 def test_policies_that_are_too_long_to_record_or_cannot_be_read_are_not_known(tmp_path):

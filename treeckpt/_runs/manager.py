@@ -619,6 +619,8 @@ class Manager:
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
         """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
 
+        Checkpoints of abandoned branches are not rated: `restore` of such a step makes its branch the present one.
+
         Args:
             metric: by default the metric of the first `Best` policy.
             mode: by default the mode of the policy with this metric, otherwise "min".
