@@ -64,7 +64,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
   ranks     that saved it
-  saved     when the save began, in local time
+  saved     when the save began, in UTC
   age       time since then
   took      duration of the save, from the first rank's start to the last one's end
 only where a checkpoint has it:
@@ -83,7 +83,8 @@ def add_ls(commands: Commands) -> None:
     assert ls.description is not None, "each command has one"
     ls.description += f"\n\n{_COLUMNS}"
     ls.add_argument("runs", metavar="RUN", nargs="+")
-    ls.add_argument(
+    of_runs = ls.add_mutually_exclusive_group()
+    of_runs.add_argument(
         "--metric",
         action="append",
         default=[],
@@ -91,7 +92,7 @@ def add_ls(commands: Commands) -> None:
         help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
         "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
     )
-    ls.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
+    of_runs.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
     ls.add_argument(
         "--keep",
         type=policies_from,
@@ -102,10 +103,11 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if options.metric:
-        return _ls_metrics(options)
+    if options.keep and not options.usage:
+        return usage_error("--keep goes with --usage")
+    if options.metric or options.usage:
+        return _ls_runs(options)
     listed: list[CheckpointInfo] = []
-    infos_of: dict[str, list[CheckpointInfo]] = {}
     runs: dict[str, int] = {}
     others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
@@ -114,13 +116,9 @@ def _ls(options: argparse.Namespace) -> int:
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         listed += infos
-        infos_of[run] = infos
         if not options.json:
             runs |= _runs_below(run, infos)
             others |= _others_among(run, infos)
-    if options.usage:
-        show_usage(infos_of, options.keep, as_json=options.json)
-        return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.json:
@@ -165,10 +163,9 @@ class RunRow(msgspec.Struct, frozen=True):
     metrics: tuple[RunMetric, ...]
 
 
-def _ls_metrics(options: argparse.Namespace) -> int:
-    """Lists runs by the metrics that were saved with their checkpoints."""
-    asked, known = list(map(parse_metric, options.metric)), VerificationStore(cache_directory())
-    rows: list[RunRow] = []
+def _ls_runs(options: argparse.Namespace) -> int:
+    """Lists runs by their metrics or by the bytes that they take; of a directory of runs all."""
+    known, runs = VerificationStore(cache_directory()), dict[str, list[CheckpointInfo]]()
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = discovery.scan(run, on_read=count)
@@ -177,16 +174,27 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             below = _runs_below(run, infos)
             found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
         for path, listed in found.items():
-            listed = [with_verification(info, open_store(info.path), known) for info in listed]
-            newest = next(filter(is_good, listed), None)
-            metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
-            complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+            runs[path] = [with_verification(info, open_store(info.path), known) for info in listed]
+    if options.usage:
+        show_usage(runs, options.keep, as_json=options.json)
+    else:
+        _show_metrics(runs, options.metric, as_json=options.json)
+    return 0
+
+
+def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequence[str], *, as_json: bool) -> None:
+    """Prints the last and the best values of metrics, a run a row."""
+    asked, rows = list(map(parse_metric, metrics)), list[RunRow]()
+    for path, listed in runs.items():
+        newest = next(filter(is_good, listed), None)
+        found = tuple(run_metric(listed, name, mode) for name, mode in asked)
+        complete = sum(info.status == "complete" for info in listed)
+        rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, found))
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
         rows = [rows[at] for at in in_value_order(values, largest_first=asked[best][1] == "max")]
-    if options.json:
+    if as_json:
         print_json([_json_of_run(row) for row in rows])
     else:
         columns = _metric_columns(rows)
@@ -195,7 +203,6 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             list(zip(*columns.values(), strict=True)),
             right=[name for name in columns if name not in ("run", "status")],
         )
-    return 0
 
 
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
