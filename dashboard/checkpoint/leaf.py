@@ -154,7 +154,7 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "", id:
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
         numbers=leaf_numbers(moments) if moments is not None else None,
-        damaged=damage.holds(number),
+        damaged=damage.holds(number) or (chunks is not None and any(row.damaged for row in chunks.rows)),
         first_nan=places[0],
         first_infinite=places[1],
         table=table_path(ids.path) if ids is not None else None,

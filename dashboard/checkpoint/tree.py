@@ -113,6 +113,8 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     found: SearchPage | None
     contents: ContentsSummary | None
     """What the statistics of its arrays say; None if none are known."""
+    located: bool = True
+    """Whether it is known which leaves are damaged."""
 
 
 def node_row(index: Index, damage: Damage, row: OutlineRow) -> NodeRow:
@@ -245,6 +247,7 @@ def checkpoint_page(
         tree=tree_page(outline, damage, node, 0 if q else start),
         found=search_page(outline, damage, q, start) if q.strip() else None,
         contents=summary_of(library, opened.info),
+        located=damage.located,
     )
 
 
