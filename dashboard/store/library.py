@@ -29,6 +29,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
+from treeckpt._threads import call_in_thread
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
 
@@ -200,7 +201,7 @@ class Library:
     def runs(self) -> tuple[Run, ...]:
         """The runs that were given, and those in folders of runs that were given, which another thread looks for."""
         if self._clock() >= self._next_look and self._looking.acquire(blocking=False):
-            threading.Thread(target=self._look_again, daemon=True).start()
+            call_in_thread(self._look_again, "treeckpt-folders")
         return self._runs
 
     @property

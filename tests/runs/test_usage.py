@@ -13,12 +13,14 @@ from treeckpt._runs.usage import (
     DAY,
     ENDED,
     WEEK,
+    FileSystem,
     SavePattern,
     is_live,
     project,
     recorded_policies,
     save_pattern,
     seconds_until_full,
+    usage_figures,
     usage_of_run,
 )
 from treeckpt.policy import All, Best, EveryPeriod, EverySteps, Last, parse_keep
@@ -141,6 +143,16 @@ def test_only_live_runs_grow_and_under_their_own_policy():
     assert seconds_until_full(10 * SIZE, [ended, kept]) is None
     assert seconds_until_full(240 * SIZE, [ended, kept, given]) == pytest.approx(10 * DAY, rel=0.01)
     assert seconds_until_full(10**9 * SIZE, [given]) == pytest.approx(10**9 / 24 * DAY, rel=0.01)
+
+
+def test_the_disks_of_hundreds_of_live_runs_fill_by_all_of_them():
+    usages = [usage_of_run(run_of(4, seconds=1000.0 + n), NOW, given=[All()]) for n in range(300)]
+    disks = [FileSystem(n % 2, 10**9, 10**10) for n in range(300)]
+    figures = usage_figures([*usages, None, usages[0]], [*disks, FileSystem(2, 5, 9), FileSystem(2, 5, 9)])
+    growth = sum(usage.growth_per_day or 0.0 for usage in usages[::2])
+    assert figures[0].disk_live == 150 and figures[0].days == pytest.approx(10**9 / growth, rel=0.01)
+    assert figures[0].days == figures[298].days != figures[1].days
+    assert (figures[-1].disk_live, figures[-1].days) == (None, None), "another run on it is still being read"
 
 
 def test_where_too_few_saves_follow_each_other_nothing_is_projected():

@@ -77,7 +77,7 @@ def node_and_range(node: str) -> tuple[str, slice]:
     if not colon:
         return name, slice(None)
     start, _, stop = given.partition("-")
-    if not (start.isdecimal() and stop.isdecimal()):
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
         raise MismatchError(node, expected="a node, or a range of its children as 0.3:8-40", found="neither")
     return name, slice(int(start), int(stop))
 
@@ -94,6 +94,8 @@ def _by_tree(outline: Outline, node: str, count: int) -> list[TreemapBox]:
         nbytes, more = row.nbytes, row.children
         if at == 0 and name != node:
             children = children[part]
+            if not children:
+                raise MismatchError(node, expected=f"a range of {row.children:,} children", found="none of them")
             nbytes, more = sum(child.nbytes for child in children), len(children)
             boxes[0] = TreemapBox(-1, f"{more:,} of {root.key}", nbytes, node=node)
         first = (part.start or 0) if at == 0 else 0

@@ -3,7 +3,14 @@
 import pytest
 
 from tests.helpers.indexes import index_of
-from treeckpt._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves, leaves_in_range, rank_path, unreadable_leaves
+from treeckpt._core.format.byte_map import (
+    BadBytes,
+    DamagedLeaf,
+    damaged_leaves,
+    leaves_in_range,
+    rank_path,
+    unreadable_leaves,
+)
 from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord, WholeChunk
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.tree.spec import ArraySpec, StridedView, TableSpec
