@@ -15,7 +15,6 @@ from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, node_and_range, treemap_of
-from treeckpt_dashboard.checkpoint.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 from ..pages.checkpoints import (
     PAGE_ROWS,
@@ -30,6 +29,7 @@ from ..pages.damage import Damage
 from ..pages.load_code import MAX_NAMED_LEAVES, SnippetPage, selecting_code
 from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
+from .repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 SCANNED = 100_000
 """Leaves that one request of a filtered search reads."""

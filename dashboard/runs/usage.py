@@ -16,9 +16,8 @@ from functools import lru_cache, partial
 import msgspec
 
 from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
-from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo, sum_nbytes
 from treeckpt._runs.run import RunDirectory
-from treeckpt._runs.run_metrics import sum_nbytes
 from treeckpt._runs.usage import RunUsage, UsageFigures, disk_of, usage_figures, usage_of_run
 from treeckpt._threads import ThreadPool
 from treeckpt.errors import TreeckptError, visible
@@ -26,7 +25,7 @@ from treeckpt.policy import All, Policy, keep_text, parse_keep
 
 from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.foreign_trees import ForeignInfo
-from ..store.library import LastResult, Library, Listed, Run
+from ..store.library import LastResults, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .summary import RunSummary, policies_of, summarize_run
 
@@ -205,8 +204,8 @@ def usage_page(
 
 
 @lru_cache(512)
-def _last_usage(run_id: str, given: Sequence[Policy], default: Sequence[Policy]) -> LastResult[Listed, RunUsage]:
-    return LastResult()
+def _last_usages(run_id: str) -> LastResults[Listed, tuple[Sequence[Policy], Sequence[Policy]], RunUsage]:
+    return LastResults(16)
 
 
 def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], now_ns: int) -> RunUsage | None:
@@ -215,7 +214,7 @@ def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], 
         return None
     infos = [info for _, info in listed]
     project = partial(usage_of_run, infos, now_ns, given=given, default=library.policies)
-    return _last_usage(run.id, given, library.policies).of(listed, lambda _: project()).at(infos, now_ns)
+    return _last_usages(run.id).of(listed, (given, library.policies), project).at(infos, now_ns)
 
 
 def _is_checkpoint(info: CheckpointInfo) -> bool:

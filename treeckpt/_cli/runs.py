@@ -28,7 +28,7 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
+from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nbytes, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
@@ -36,13 +36,14 @@ from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
     RunMetric,
+    agreed_mode,
     in_value_order,
     is_good,
     parse_metric,
     run_metric,
-    sum_nbytes,
 )
 from .._runs.run_state import status_of_run
+from .._runs.usage import recorded_policies
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -89,8 +90,9 @@ def add_ls(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="METRIC[:min|max]",
-        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
-        "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
+        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max, "
+        "or where their own policies agree on that, its best one, by which they are sorted; of a directory of runs all. "
+        "Can be given several times",
     )
     of_runs.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
     ls.add_argument(
@@ -184,7 +186,8 @@ def _ls_runs(options: argparse.Namespace) -> int:
 
 def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequence[str], *, as_json: bool) -> None:
     """Prints the last and the best values of metrics, a run a row."""
-    asked, rows = list(map(parse_metric, metrics)), list[RunRow]()
+    own, rows = [recorded_policies(listed) for listed in runs.values()], list[RunRow]()
+    asked = [(name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)]
     for path, listed in runs.items():
         newest = next(filter(is_good, listed), None)
         found = tuple(run_metric(listed, name, mode) for name, mode in asked)

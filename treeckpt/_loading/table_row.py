@@ -209,7 +209,8 @@ def _place(index: Index, leaf: Leaf, row: int, nbytes: int, rank: int | None) ->
 def _slots(reads: _Reads, index: Index, ids: Leaf, row: int, rank: int | None) -> Iterator[RowSlot]:
     table = table_path(ids.path)
     prefix = f"{table}/{TABLE_KEYS[2]}/" if table else f"{TABLE_KEYS[2]}/"
-    for leaf in index.entries[ids.number + 2 :]:
+    for number in range(ids.number + 2, len(index.entries)):  # a slice would decode all of them
+        leaf = index.entries[number]
         spec = leaf.spec
         if not leaf.path.startswith(prefix) or leaf.ranks != ids.ranks or spec is None or not spec.shape:
             break

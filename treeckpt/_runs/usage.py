@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from ..policy import All, EveryPeriod, EverySteps, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
-from .catalog import CheckpointInfo, id_of, step_info
+from .catalog import CheckpointInfo, id_of, step_info, sum_nbytes
 
 INTERVALS = 50
 """The newest intervals between saves of which the median is the usual one."""
@@ -187,7 +187,7 @@ def usage_of_run(
     projections = tuple(project(infos, pattern, now_ns, each, source) for source, each in wanted) if pattern else ()
     return RunUsage(
         checkpoints=len(infos),
-        nbytes=sum(info.disk_nbytes or 0 for info in infos),
+        nbytes=sum_nbytes(infos),
         live=is_live(infos, pattern, now_ns),
         pattern=pattern,
         projections=projections,
@@ -207,7 +207,7 @@ def project(
     """
     steps = {step: info for info in infos if info.files == "complete" and (step := id_of(info)) is not None}
     nbytes = {step: info.disk_nbytes or 0 for step, info in steps.items()}
-    total = sum(info.disk_nbytes or 0 for info in infos)
+    total = sum_nbytes(infos)
     others = total - sum(nbytes.values())
     held = [step_info(info) for info in steps.values()]
     scale = min(1.0, _simulated_saves(policies, pattern) * pattern.seconds / POINTS[-1])

@@ -262,7 +262,8 @@ def damaged_leaves(
     bad = list(bad)
     for part, numbers in zip(bad, _leaves_hit(index, bad), strict=True):
         file = index.file_names[part.file]
-        for number in numbers.tolist():
+        hit: list[int] = numbers.tolist()
+        for number in hit:
             leaf = index.entries[number]
             if leaf.ranks is None or rank in (None, file.rank):
                 path = leaf.path if rank is not None else rank_path(leaf.path, file.rank)
