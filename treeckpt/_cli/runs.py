@@ -35,6 +35,7 @@ from .._runs.progress_bar import counting_bar
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
+    Mode,
     RunMetric,
     agreed_mode,
     in_value_order,
@@ -91,8 +92,8 @@ def add_ls(commands: Commands) -> None:
         default=[],
         metavar="METRIC[:min|max]",
         help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max, "
-        "or where their own policies agree on that, its best one, by which they are sorted; of a directory of runs all. "
-        "Can be given several times",
+        "or where their own policies agree on that, its best one, by which they are sorted; of a directory of runs all "
+        "of them. Can be given several times",
     )
     of_runs.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
     ls.add_argument(
@@ -187,7 +188,9 @@ def _ls_runs(options: argparse.Namespace) -> int:
 def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequence[str], *, as_json: bool) -> None:
     """Prints the last and the best values of metrics, a run a row."""
     own, rows = [recorded_policies(listed) for listed in runs.values()], list[RunRow]()
-    asked = [(name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)]
+    asked: list[tuple[str, Mode | None]] = [
+        (name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)
+    ]
     for path, listed in runs.items():
         newest = next(filter(is_good, listed), None)
         found = tuple(run_metric(listed, name, mode) for name, mode in asked)

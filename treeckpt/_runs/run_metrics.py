@@ -58,7 +58,9 @@ def best_checkpoint(infos: Iterable[CheckpointInfo], policy: Best) -> Checkpoint
 
 def agreed_mode(metric: str, policies: Iterable[Sequence[Policy]]) -> Mode | None:
     """Returns which way is better by the policies of several runs; None where none says that, or they differ."""
-    modes = {one.mode for each in policies for one in each if isinstance(one, Best) and one.metric == metric}
+    modes: set[Mode] = set()
+    for each in policies:
+        modes |= {one.mode for one in each if isinstance(one, Best) and one.metric == metric}
     return modes.pop() if len(modes) == 1 else None
 
 
