@@ -53,6 +53,20 @@ def test_which_step_can_i_resume_from_takes_no_click(watched, serve, tmp_path):
     expect(rows.nth(1)).to_contain_text("300")
 
 
+def test_whether_a_run_trains_is_seen_at_once(watched, place):
+    page = watched(place)
+    row = page.locator("table.home tbody tr", has=page.get_by_role("link", name="late", exact=True))
+    expect(row.get_by_role("cell").filter(has_text="min ago")).to_contain_text("late")
+    expect(page.locator("table.home tbody tr", has_text="run-07")).to_contain_text("ended")
+    row.get_by_role("link", name="late", exact=True).click()
+    said = page.get_by_role("region", name="Resume from").get_by_role("status")
+    expect(said).to_have_text(
+        re.compile(r"^Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually")
+    )
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect_phone_width(page)
+
+
 def test_forty_runs_fit_a_screen_and_are_filtered_as_one_types(watched, place):
     page = watched(place, clock=True)
     page.set_viewport_size({"width": 1440, "height": 900})

@@ -32,6 +32,7 @@ from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nby
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
@@ -43,7 +44,7 @@ from .._runs.run_metrics import (
     parse_metric,
     run_metric,
 )
-from .._runs.run_state import status_of_run
+from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
 from .._runs.usage import recorded_policies
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
@@ -61,7 +62,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
             killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
             is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
             elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
-            as the training went back before it
+            as the training went back before it. Below is whether the run is finished, stopped, alive or late
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -138,11 +139,16 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if (advice := repair_advice(info)) is not None:
+            print_line(f"{info.name}: {advice.text}", "dim")
         if info.unhealthy:
             print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
+    for run, infos in infos_of.items():
+        if any(info.status != "foreign" for info in infos) and not is_checkpoint(run):
+            print_line(f"{visible(run)}: {activity_at(signs_of_run(infos), time.time_ns()).text}")
     return 0
 
 
@@ -157,6 +163,8 @@ class RunRow(msgspec.Struct, frozen=True):
     run: str
     status: Status | None
     """What `status_of_run` says; None without a directory."""
+    activity: RunActivity
+    """Whether it still trains."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -192,10 +200,16 @@ def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequenc
         (name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)
     ]
     for path, listed in runs.items():
-        newest = next(filter(is_good, listed), None)
-        found = tuple(run_metric(listed, name, mode) for name, mode in asked)
-        complete = sum(info.status == "complete" for info in listed)
-        rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, found))
+        row = RunRow(
+            run=path,
+            status=status_of_run(listed),
+            activity=activity_at(signs_of_run(listed), time.time_ns()),
+            complete=sum(info.status == "complete" for info in listed),
+            nbytes=sum_nbytes(listed),
+            newest=next(filter(is_good, listed), None),
+            metrics=tuple(run_metric(listed, name, mode) for name, mode in asked),
+        )
+        rows.append(row)
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
@@ -207,7 +221,7 @@ def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequenc
         print_table(
             list(columns),
             list(zip(*columns.values(), strict=True)),
-            right=[name for name in columns if name not in ("run", "status")],
+            right=[name for name in columns if name not in ("run", "status", "activity")],
         )
 
 
@@ -215,6 +229,7 @@ def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
         "size": [bytes_text(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],

@@ -257,7 +257,7 @@ class ReadBatch:
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
                 found=f"{covered} elements" if covered != piece.region.size else "chunks that overlap",
-                hint="The index does not describe the whole array; try treeckpt rebuild-index",
+                hint="The index does not describe the whole array; try treeckpt verify --repair",
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:

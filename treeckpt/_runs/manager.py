@@ -86,6 +86,7 @@ from .restore import (
     restore_from,
 )
 from .run import CheckpointSelector, RunDirectory, refuse_link
+from .run_end import EndMark
 from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
@@ -163,6 +164,7 @@ class Manager:
         self._on_each_disk = partial(act_on_disks, self._comm, self.directory, busy=self._pending.busy)
         self._other_names: dict[int, str] | None = None
         """The names of steps that are links, or that others named; None before the first save."""
+        self._end = EndMark(self.directory.store, self._comm.rank)
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -375,11 +377,7 @@ class Manager:
         try:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
-                self.options,
-                step=number,
-                custom_metadata=metadata,
-                files=files,
-                lineage=lineage,
+                self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -427,6 +425,7 @@ class Manager:
 
     def _start_clean(self, report: SaveReport | None) -> None:
         """Starts the clean-up after a save, unless its ranks see several disks: then they clean up together."""
+        self._end.note_saved(report)
         if self._comm.rank == 0 and (report is None or not report.disks):
             self.retention.start()
 
@@ -747,9 +746,10 @@ class Manager:
 
     @takes_no_save
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
+        """Waits for the pending saves, as `wait` does, restores the signal handlers, and marks the run as finished."""
         try:
             self.wait(timeout)
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         finally:
             self.schedule.close()
             self._loop.close()
@@ -763,6 +763,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end.error = error
         if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
             if self.schedule.signum and not self.stopping and is_of_workers(error):
                 self._save_broken_loop()
@@ -770,6 +771,7 @@ class Manager:
             self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
             self.retention.wait()
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         else:
             self.close()
 

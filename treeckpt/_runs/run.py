@@ -84,6 +84,7 @@ from .catalog import (
     step_info,
     with_verification,
 )
+from .repair_advice import repair_advice
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -207,7 +208,8 @@ class RunDirectory:
         if info.files == "complete":
             return info
         foreign = describe_foreign(info.path) if info.files == "foreign" else None
-        found, hint = foreign or (info.error or info.files, "")
+        advice = repair_advice(info)
+        found, hint = foreign or (info.error or info.files, advice.text if advice is not None else "")
         if info.files == "damaged":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint, joined)
