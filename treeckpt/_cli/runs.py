@@ -112,6 +112,7 @@ def _ls(options: argparse.Namespace) -> int:
     if options.metric or options.usage:
         return _ls_runs(options)
     listed: list[CheckpointInfo] = []
+    infos_of: dict[str, list[CheckpointInfo]] = {}
     runs: dict[str, int] = {}
     others: dict[str, tuple[str, str]] = {}
     for run in options.runs:
@@ -120,6 +121,7 @@ def _ls(options: argparse.Namespace) -> int:
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
         listed += infos
+        infos_of[run] = infos
         if not options.json:
             runs |= _runs_below(run, infos)
             others |= _others_among(run, infos)
