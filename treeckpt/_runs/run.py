@@ -684,9 +684,10 @@ class CheckpointSelector:
     def best(self, policy: Best) -> CheckpointId | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
 
-        A step that a verification has found damaged, or that is not healthy, is passed over, and logged.
+        Steps of abandoned branches are not rated. One that a verification has found damaged, or that is not healthy, is
+        passed over, and logged.
         """
-        complete = self.complete()
+        complete = [info for info in self.complete() if not info.abandoned]
         steps = [step_info(info) for info in complete]
         infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
         rated, known = best_of(steps, policy), VerificationStore(cache_directory())
