@@ -20,6 +20,7 @@ from treeckpt.policy import keep_text
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, iso_time, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
+from .failures import FailuresPage
 from .run_table import (
     MAX_KNOWN,
     MetricCell,
@@ -137,6 +138,8 @@ class RunPage(msgspec.Struct, frozen=True):
 
     run: RunPart
     resume: ResumePanel
+    failures: FailuresPage
+    """The saves that failed or were killed in the last week, the first of them."""
 
 
 class ListQuery(msgspec.Struct, frozen=True):
@@ -239,16 +242,15 @@ def run_activity(library: Library, run: Run, summary: RunSummary, now_ns: int | 
     return activity_at(summary.signs, time.time_ns() if now_ns is None else now_ns)
 
 
-def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> RunPage:
-    """Returns the checkpoints of one run.
+def run_page(library: Library, failures: FailuresPage, query: ListQuery | None = None) -> RunPage:
+    """Returns the checkpoints of one run, that of `failures`.
 
     Raises:
-        NotFound: there is no such run.
         KeepError, CursorError: the query is not valid.
     """
-    run, query = library.run(run_id), query or ListQuery()
+    run, query = library.run(failures.run), query or ListQuery()
     part, summary = _run_part(library, run, query, PAGE_ROWS)
-    return RunPage(part, resume_panel(library, run, summary.resume, query.best))
+    return RunPage(part, resume_panel(library, run, summary.resume, query.best), failures)
 
 
 def _run_part(

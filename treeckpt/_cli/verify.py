@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from .. import _api
+from .._core.columns import numbers_column
 from .._core.format.files import is_step_name
 from .._core.format.index import INDEX_NAME
-from .._core.text import bytes_text, count_text, json_number, number_text, seconds_text
+from .._core.text import bytes_text, count_text, json_number, seconds_text
 from .._inspect.ranking import reason_of
 from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
@@ -226,17 +227,18 @@ def _json_of(rows: list[StatisticsRow]) -> list[dict[str, object]]:
     return [{name: json_number(value) for name, value in msgspec.structs.asdict(row).items()} for row in rows]
 
 
+def _texts(column: list[float | None]) -> list[str]:
+    text = numbers_column(column)
+    return ["-" if number is None else text(number) for number in column]
+
+
 def _print_statistics(rows: list[StatisticsRow]) -> None:
     columns = ("array", "unusual", "NaN", "Inf", "norm", "mean", "std", "min", "max")
+    shown = rows[:SHOWN_LINES]
+    numbers = [_texts([getattr(row, name) for row in shown]) for name in ("norm", "mean", "deviation", "low", "high")]
     shown = [
-        (
-            row.path,
-            row.unusual,
-            str(row.nan),
-            str(row.infinite),
-            *("-" if n is None else number_text(n) for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
-        )
-        for row in rows[:SHOWN_LINES]
+        (row.path, row.unusual, f"{row.nan:,}", f"{row.infinite:,}", *texts)
+        for row, *texts in zip(shown, *numbers, strict=True)
     ]
     print_table(columns, shown, right=columns[2:])
     if len(rows) > SHOWN_LINES:

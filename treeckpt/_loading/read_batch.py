@@ -323,13 +323,15 @@ class ReadBatch:
         limit = min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
         return limit, self.checkpoint.store.traits.request_nbytes
 
-    def requests(self) -> list[Read]:
-        """Returns the reads that a load by default carries out, each one request; opens no shard and takes no memory.
+    def requests(self, *, verify: bool = True) -> list[Read]:
+        """Returns the reads that a load carries out, each one request; opens no shard and takes no memory.
 
-        Checksums are compared, of blocks of the usual size.
+        Args:
+            verify: compares checksums, of blocks of the usual size, as a load does by default.
         """
         limit, size = self._request_nbytes(default_memory(self.checkpoint.store.traits))
-        return self._plan(self.wanted, {read.file.name: BLOCK for read in self.wanted}, limit, size, allocate=False)
+        steps = {read.file.name: BLOCK if verify else PAGE_NBYTES for read in self.wanted}
+        return self._plan(self.wanted, steps, limit, size, allocate=False)
 
     @property
     def _far(self) -> bool:

@@ -61,6 +61,7 @@ from ..reports import SaveReport
 from .catalog import step_info
 from .discovery import links_and_other_names, runs_below
 from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
+from .failures import SaveFailures
 from .notebook import run_html
 from .options import (
     Keep,
@@ -377,7 +378,12 @@ class Manager:
         try:
             lineage = self._history.next_save(step, pin=pin)
             options = msgspec.structs.replace(
-                self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage
+                self.options,
+                step=number,
+                custom_metadata=metadata,
+                files=files,
+                lineage=lineage,
+                failures=SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None,
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -616,9 +622,7 @@ class Manager:
 
     @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
-        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
-
-        Checkpoints of abandoned branches are not rated: `restore` of such a step makes its branch the present one.
+        """Returns the step of the present branch with the best metric; None, and logs those there are, if none has it.
 
         Args:
             metric: by default the metric of the first `Best` policy.
