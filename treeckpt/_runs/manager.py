@@ -616,9 +616,7 @@ class Manager:
 
     @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
-        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
-
-        Checkpoints of abandoned branches are not rated: `restore` of such a step makes its branch the present one.
+        """Returns the step of the present branch with the best metric; None, and logs those there are, if none has it.
 
         Args:
             metric: by default the metric of the first `Best` policy.
