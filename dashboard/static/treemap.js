@@ -2,6 +2,7 @@
 /** The treemap: one area per leaf, in proportion to its bytes, inside its part of the tree, rank, file or dtype. */
 import { api, base, buttonGroup, bytesText, countText, find, make, numberText } from "./dom.js";
 import { drawn, isReport, recalled, remember, tableOf, visible } from "./dom.js";
+import { bytesColumn, numbersColumn } from "./columns.js";
 import { colour, fillName, fillOf, follow, hatch, ink, legend, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
@@ -358,6 +359,8 @@ function showTable(page) {
   const first = parents.flatMap((parent, box) => (parent === 0 ? [box] : []));
   const boxes = [...first, ...areas.leaves.map((a) => a.box).filter((box) => parents[box] !== 0)].slice(0, LISTED);
   const head = [make("th", {}, "Where"), make("th", { class: "n" }, "Bytes"), make("th", { class: "n" }, "Share")];
+  const share = numbersColumn(boxes.map((box) => (100 * nbytes[box]) / (total || 1)), 3);
+  const size = bytesColumn(boxes.map((box) => nbytes[box]));
   const rows = boxes.map((box) => {
     const href = hrefOf(page, box);
     const text = pathOf(box);
@@ -368,8 +371,8 @@ function showTable(page) {
         href ? make("a", { href }, text) : text,
         page.damaged.includes(box) ? make("span", { class: "harm" }, "damaged") : null,
       ),
-      make("td", { class: "n" }, bytesText(nbytes[box])),
-      make("td", { class: "n" }, `${((100 * nbytes[box]) / (total || 1)).toPrecision(3)} %`),
+      make("td", { class: "n" }, size(nbytes[box])),
+      make("td", { class: "n" }, `${share((100 * nbytes[box]) / (total || 1))} %`),
     ];
   });
   find("#treemap-table").replaceChildren(tableOf("small", head, rows));

@@ -11,15 +11,16 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from .._core.columns import bytes_column, numbers_column, seconds_column
 from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name, step_of
-from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
+from .._core.text import ago_text, bytes_text, count_text, json_number, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
 from .._io.storage.foreign_formats import describe_foreign
@@ -30,8 +31,10 @@ from .._runs import discovery
 from .._runs.active_saves import under_way_text
 from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
+from .._runs.failures import SHOWN_DAYS
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
@@ -42,11 +45,12 @@ from .._runs.run_metrics import (
     run_metric,
     sum_nbytes,
 )
-from .._runs.run_state import status_of_run
+from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
+from .failures import show_failures
 from .usage import policies_from, show_usage
 
 METRICS = 4
@@ -59,7 +63,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
             killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
             is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
             elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
-            as the training went back before it
+            as the training went back before it. Below is whether the run is finished, stopped, alive or late
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -99,6 +103,14 @@ def add_ls(commands: Commands) -> None:
         metavar="POLICIES",
         help="with --usage: try these policies too, as 'last:3 every:1000 best:loss:min:2'",
     )
+    ls.add_argument(
+        "--failures",
+        action="store_true",
+        help="list the saves that failed or were killed, also those whose files are gone, with their errors",
+    )
+    ls.add_argument(
+        "--days", type=_days, default=SHOWN_DAYS, metavar="N", help="with --failures: of the last N days (%(default)g)"
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -113,6 +125,8 @@ def _ls(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
+        if options.failures and len(infos) == 1 and is_checkpoint(run):
+            return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
         listed += infos
         infos_of[run] = infos
         if not options.json:
@@ -120,6 +134,9 @@ def _ls(options: argparse.Namespace) -> int:
             others |= _others_among(run, infos)
     if options.usage:
         show_usage(infos_of, options.keep, as_json=options.json)
+        return 0
+    if options.failures:
+        show_failures(infos_of, options.days, as_json=options.json)
         return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
@@ -137,11 +154,16 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if (advice := repair_advice(info)) is not None:
+            print_line(f"{info.name}: {advice.text}", "dim")
         if info.unhealthy:
             print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
+    for run, infos in infos_of.items():
+        if any(info.status != "foreign" for info in infos) and not is_checkpoint(run):
+            print_line(f"{visible(run)}: {activity_at(signs_of_run(infos), time.time_ns()).text}")
     return 0
 
 
@@ -156,6 +178,8 @@ class RunRow(msgspec.Struct, frozen=True):
     run: str
     status: Status | None
     """What `status_of_run` says; None without a directory."""
+    activity: RunActivity
+    """Whether it still trains."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -180,8 +204,16 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             listed = [with_verification(info, open_store(info.path), known) for info in listed]
             newest = next(filter(is_good, listed), None)
             metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
-            complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+            row = RunRow(
+                run=path,
+                status=status_of_run(listed),
+                activity=activity_at(signs_of_run(listed), time.time_ns()),
+                complete=sum(info.status == "complete" for info in listed),
+                nbytes=sum_nbytes(listed),
+                newest=newest,
+                metrics=metrics,
+            )
+            rows.append(row)
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
@@ -193,30 +225,34 @@ def _ls_metrics(options: argparse.Namespace) -> int:
         print_table(
             list(columns),
             list(zip(*columns.values(), strict=True)),
-            right=[name for name in columns if name not in ("run", "status")],
+            right=[name for name in columns if name not in ("run", "status", "activity")],
         )
     return 0
 
 
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    size = bytes_column([row.nbytes for row in rows])
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
-        "size": [bytes_text(row.nbytes) for row in rows],
+        "size": [size(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
     }
     for at, metric in enumerate(rows[0].metrics if rows else ()):
         name = visible(metric.metric)
-        columns[name] = [_value_text(row.metrics[at].last) for row in rows]
+        found = [(row.metrics[at].last, row.metrics[at].best) for row in rows]
+        figure = numbers_column([one.value for pair in found for one in pair if one is not None])
+        columns[name] = [_value_text(last, figure) for last, _ in found]
         if metric.mode is not None:
             ways = {"min": "lowest", "max": "highest"}
-            columns[f"{ways[metric.mode]} {name}"] = [_value_text(row.metrics[at].best) for row in rows]
+            columns[f"{ways[metric.mode]} {name}"] = [_value_text(best, figure) for _, best in found]
     return columns
 
 
-def _value_text(found: MetricValue | None) -> str:
-    return "-" if found is None else f"{found.value:.6g} at {id_of(found.info)}"
+def _value_text(found: MetricValue | None, figure: Callable[[float], str]) -> str:
+    return "-" if found is None else f"{figure(found.value)} at {id_of(found.info)}"
 
 
 def _json_of_run(row: RunRow) -> Mapping[str, object]:
@@ -248,17 +284,18 @@ def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[
 
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
+    size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
     now, ids = time.time_ns(), {info.save_id: id_of(info) for info in found if info.save_id is not None}
     columns = {
         "name": [info.name for info in found],
         "status": ["run" if info.path in runs else info.status_text for info in found],
         "step": [_or_dash(info.step) for info in found],
-        "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
+        "size": [size(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],
         "ranks": [_or_dash(info.world) for info in found],
         "saved": [time_text(info.created_ns) for info in found],
         "age": ["-" if ns is None else ago_text((now - ns) / 1e9) for ns in (info.created_ns for info in found)],
-        "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
+        "took": [took(info.seconds) if info.seconds is not None else "-" for info in found],
     }
     more = {
         "after": [_after_text(info, ids) for info in found],
@@ -375,6 +412,10 @@ def _count(text: str) -> int:
     return _number(text, int, 1, "a number from 1 on")
 
 
+def _days(text: str) -> float:
+    return _number(text, float, 0, "a number of days")
+
+
 def _seconds(text: str) -> float:
     return _number(text, float, 0, "a number of seconds")
 
@@ -472,11 +513,12 @@ def _rm(options: argparse.Namespace) -> int:
     if problems:
         return 2 if absent else 1
     if not options.json or not options.yes:
+        size = bytes_column([removal.nbytes for _, _, removal in planned])
         rows = [
             (
                 info.name,
                 "link" if run.store.folder(info.name).is_link else info.status_text,
-                bytes_text(removal.nbytes),
+                size(removal.nbytes),
                 info.error or "",
             )
             for _, info, removal in planned
@@ -569,10 +611,11 @@ def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Seq
 def _print_report(report: CleanReport, *, alone: bool) -> None:
     rows = [("kept", id_text(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
+    size = bytes_column([one.nbytes for one in report.removed])
     for one in report.removed:
         files = count_text(len(one.files), "file") if one.files else "directory"
         what = "checkpoint" if one.what == "checkpoint" else files
-        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+        rows.append((word, one.name, size(one.nbytes), f"{what}: {one.reason}"))
     rows += [("left", one.name, "", one.why) for one in report.left]
     rows += [("failed", one.name, "", one.why) for one in report.failed]
     for name, files in report.foreign.items():

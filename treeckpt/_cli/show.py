@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import _api
 from .._arrays.base import raw_dtype
+from .._core.columns import bytes_column
 from .._core.format.byte_map import layout_of, locate_chunks
 from .._core.format.records import (
     AliasRecord,
@@ -315,9 +316,11 @@ def _print_leaf(
         print_line(line)
     if chunks:
         print_line("")
+        shown = chunks[:MAX_ROWS]
+        size = bytes_column([c.stop - c.start for c in shown])
         rows = [
-            (region_text(c.region), f"{c.rank}", c.file.name, f"{c.start}:{c.stop}", bytes_text(c.stop - c.start))
-            for c in chunks[:MAX_ROWS]
+            (region_text(c.region), f"{c.rank}", c.file.name, f"{c.start}:{c.stop}", size(c.stop - c.start))
+            for c in shown
         ]
         print_table(("region", "rank", "file", "bytes", "size"), rows, right=("rank", "size"))
         if len(chunks) > MAX_ROWS:

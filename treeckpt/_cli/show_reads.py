@@ -6,6 +6,7 @@ import argparse
 
 import msgspec
 
+from .._core.columns import bytes_column
 from .._core.text import bytes_text
 from .._loading.reshard_plan import SAVED, ReshardPlan, parse_target, plan_reshard
 from .._loading.run_load import opened
@@ -33,13 +34,14 @@ def show_reads(options: argparse.Namespace) -> int:
         totals = {name: getattr(plan, name) for name in ("held", "read", "amplification", "imbalance")}
         print_json({**msgspec.structs.asdict(plan), **totals})
         return 0
+    holds, reads = bytes_column([rank.nbytes for rank in plan.ranks]), bytes_column([rank.read for rank in plan.ranks])
     rows = [
         (
             f"rank {rank.rank}",
-            bytes_text(rank.nbytes),
-            bytes_text(rank.read),
+            holds(rank.nbytes),
+            reads(rank.read),
             f"{rank.amplification:.2f}x",
-            f"{rank.reads}",
+            f"{rank.reads:,}",
             _files_text(rank.files),
         )
         for rank in plan.ranks

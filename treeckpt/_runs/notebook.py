@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 
+from .._core.columns import bytes_column, seconds_column
 from .._core.html import Child, Html, el, facts, joined, table
-from .._core.text import bytes_text, seconds_text, time_text
+from .._core.text import bytes_text, time_text
 from .._io.storage.store import RunStore
 from .active_saves import under_way_text
 from .catalog import CheckpointInfo
@@ -17,17 +18,19 @@ COLUMNS = ("checkpoint", "status", "step", "size", "leaves", "ranks", "saved", "
 
 def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
     """Returns a row of `COLUMNS` for each checkpoint."""
+    size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
+    blocked = seconds_column([info.blocked_seconds for info in found])
     return [
         (
             info.name,
             info.status_and_problem,
             info.step,
-            bytes_text(info.nbytes) if info.nbytes is not None else None,
+            size(info.nbytes) if info.nbytes is not None else None,
             info.leaves,
             info.world,
             time_text(info.created_ns),
-            seconds_text(info.seconds) if info.seconds is not None else None,
-            seconds_text(info.blocked_seconds) if info.blocked_seconds is not None else None,
+            took(info.seconds) if info.seconds is not None else None,
+            blocked(info.blocked_seconds) if info.blocked_seconds is not None else None,
         )
         for info in found
     ]
