@@ -610,7 +610,9 @@ class CheckpointSelector:
                 newest = info
                 break
             if info.name not in busy:
-                self.warn_once(info.path, f"passed over, {info.files}: {why}")
+                advice = repair_advice(info)
+                more = f". {advice.text}" if advice is not None else ""
+                self.warn_once(info.path, f"passed over, {info.files}: {why}{more}")
             if passed_over is not None and info.files != "partial":
                 passed_over.append(f"{info.path}: {why}")
         if not infos and (others := checkpoints_without_step(self.directory.store)):
