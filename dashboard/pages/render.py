@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from treeckpt._core.columns import bytes_column, numbers_column, seconds_column
 from treeckpt._core.text import ago_text, bytes_text, count_text, rate_text, seconds_text, shape_text, time_text
 from treeckpt.errors import visible
 
@@ -77,6 +78,29 @@ def _or_dash(to_text: Callable[[Any], str], value: Any) -> str:
     return "–" if value is None else to_text(value)
 
 
+def _column(make: Callable[[Any], Callable[[Any], str]], values: Iterable[Any]) -> Callable[[Any], str]:
+    """Returns what formats the values of a column of a table; None reads as a dash."""
+    return partial(_or_dash, make(list(values)))
+
+
+def _columns(
+    make: Callable[[Any], Callable[[Any], str]], rows: Iterable[Mapping[str, Any] | Sequence[Any]]
+) -> Mapping[str | int, Callable[[Any], str]]:
+    """Returns what formats each column of rows, by its name or number."""
+    columns: dict[str | int, list[Any]] = {}
+    for row in rows:
+        for key, value in row.items() if isinstance(row, Mapping) else enumerate(row):
+            columns.setdefault(key, []).append(value)
+    return {key: _column(make, values) for key, values in columns.items()}
+
+
+def _metric_columns(runs: Iterable[Any]) -> Mapping[str | int, Callable[[Any], str]]:
+    """Returns what formats the last and the best values of each metric of runs."""
+    return _columns(
+        numbers_column, [[getattr(one, at) for one in run.values] for run in runs for at in ("last", "best")]
+    )
+
+
 @cache
 def templates() -> Environment:
     """Returns the Jinja2 environment of all templates; the applications of a process share what it has compiled."""
@@ -93,14 +117,21 @@ def templates() -> Environment:
     environment.filters |= {
         "ago": partial(_or_dash, _ago),
         "bytes": partial(_or_dash, bytes_text),
+        "bytes_column": partial(_column, bytes_column),
         "clock": partial(_or_dash, _clock_text),
         "count": _count_text,
         "days": partial(_or_dash, days_text),
         "figure": partial(_or_dash, _figure),
+        "figure_column": partial(_column, numbers_column),
+        "figure_columns": partial(_columns, numbers_column),
         "json": json.dumps,  # ASCII only, and autoescaped as any text: safe in an attribute, unlike `tojson`
+        "metric_columns": _metric_columns,
         "number": partial(_or_dash, "{:,}".format),
         "rate": partial(_or_dash, rate_text),
+        "rate_column": partial(_column, partial(bytes_column, per="/s")),
         "seconds": partial(_or_dash, seconds_text),
+        "seconds_column": partial(_column, seconds_column),
+        "seconds_columns": partial(_columns, seconds_column),
         "shape": shape_text,
         "span": partial(_or_dash, span_text),
         "sparkline": sparkline,

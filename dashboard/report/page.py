@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from treeckpt import _api
+from treeckpt._core.columns import bytes_column, seconds_column
 from treeckpt._core.format.byte_map import chunk_count, layout_of
 from treeckpt._core.format.records import AliasRecord, ArrayRecord, Index
 from treeckpt._core.html import Child, Html, el, facts, table
@@ -202,7 +203,7 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
         [
             ("complete checkpoints", len(complete)),
             ("others", len(infos) - len(complete)),
-            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos))),
+            ("on disk", bytes_text(catalog.sum_nbytes(infos))),
             ("newest step", complete[0].step if complete else None),
         ]
     )
@@ -306,7 +307,8 @@ def _sizes(outline: Outline, drawings: Drawings) -> Html:
     total = outline.index.nbytes or 1
     nodes = sorted(outline.children(count=10_000), key=lambda row: -row.nbytes)[:10]
     columns = ("part", "leaves", "size", "share")
-    rows = [(row.path, f"{row.leaves:,}", bytes_text(row.nbytes), f"{row.nbytes / total:.1%}") for row in nodes]
+    size = bytes_column([row.nbytes for row in nodes])
+    rows = [(row.path, f"{row.leaves:,}", size(row.nbytes), f"{row.nbytes / total:.1%}") for row in nodes]
     label = "Treemap of the bytes. The table below holds the largest. Arrow keys move from the largest to smaller ones."
     areas = el("div", id="treemap-table", class_="scroll tall", tabindex="0", role="region", aria_label="Areas")
     treemap = el(
@@ -390,7 +392,8 @@ def _files(index: Index) -> Html:
     files = index.file_list
     mean = sum(f.nbytes for f in files) / len(files) if files else 0
     columns = ("file", "rank", "size", "to the mean")
-    rows = [(f.name, f.rank, bytes_text(f.nbytes), f"{f.nbytes / mean:.2f}×" if mean else "") for f in files[:FILES]]
+    size = bytes_column([f.nbytes for f in files[:FILES]])
+    rows = [(f.name, f.rank, size(f.nbytes), f"{f.nbytes / mean:.2f}×" if mean else "") for f in files[:FILES]]
     more = el("p", f"and {len(files) - FILES:,} more", class_="dim") if len(files) > FILES else None
     return _section("Shards", table(columns, rows, right=columns[1:]), more)
 
@@ -412,13 +415,16 @@ def _timing(path: str | os.PathLike[str], save_id: str | None, drawings: Drawing
         ]
     )
     columns = ("phase", "median", "longest", "slowest", "bytes")
+    median = seconds_column([p.median_ns / 1e9 for p in profile.phases])
+    longest = seconds_column([p.longest_ns / 1e9 for p in profile.phases])
+    size = bytes_column([p.nbytes for p in profile.phases])
     phases = [
         (
             p.name,
-            _ns_text(p.median_ns),
-            _ns_text(p.longest_ns),
+            median(p.median_ns / 1e9),
+            longest(p.longest_ns / 1e9),
             f"rank {p.slowest}",
-            bytes_text(p.nbytes) if p.nbytes else None,
+            size(p.nbytes) if p.nbytes else None,
         )
         for p in profile.phases
     ]
@@ -431,9 +437,18 @@ def _timing(path: str | os.PathLike[str], save_id: str | None, drawings: Drawing
         parts.insert(0, el("p", study.timings.error, class_="bad"))
     if study.stragglers:
         columns = ("rank", "in", "took", "median", "times")
+        shown = study.stragglers[:20]
+        took = seconds_column([s.ns / 1e9 for s in shown])
+        median = seconds_column([s.median_ns / 1e9 for s in shown])
         rows = [
-            (f"rank {s.rank}", s.phase or "all its work", _ns_text(s.ns), _ns_text(s.median_ns), _times_text(s.times))
-            for s in study.stragglers[:20]
+            (
+                f"rank {s.rank}",
+                s.phase or "all its work",
+                took(s.ns / 1e9),
+                median(s.median_ns / 1e9),
+                _times_text(s.times),
+            )
+            for s in shown
         ]
         parts += [el("h3", "Stragglers"), table(columns, rows, right=columns[2:])]
     return [_section("Time of the save", *parts)]
@@ -472,10 +487,6 @@ def _waterfall(study: TimingReport, drawings: Drawings) -> list[Html]:
         ),
         *([el("p", f"The {RANKS} slowest ranks of {len(profile.ranks):,}.", class_="dim")] if left_out > 0 else []),
     ]
-
-
-def _ns_text(ns: float) -> str:
-    return seconds_text(ns / 1e9)
 
 
 def _times_text(times: float) -> str | None:

@@ -89,15 +89,16 @@ export async function api(path, query = {}, signal) {
 /** A number with so many digits, at most. @param {number} n @param {number} [digits] */
 export const figure = (n, digits = 3) => String(Number(n.toPrecision(digits)));
 
+export const BYTE_UNITS = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+
 /** @param {number} nbytes @param {number} [digits] for marks of an axis: as many as tell them apart */
 export function bytesText(nbytes, digits) {
-  const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
   let unit = 0;
-  while (Math.abs(nbytes) >= 999.5 && unit < units.length - 1) {
+  while (Math.abs(nbytes) >= 999.5 && unit < BYTE_UNITS.length - 1) {
     nbytes /= 1000;
     unit += 1;
   }
-  return `${unit || digits ? figure(nbytes, digits) : Math.round(nbytes)} ${units[unit]}`;
+  return `${unit || digits ? figure(nbytes, digits) : Math.round(nbytes)} ${BYTE_UNITS[unit]}`;
 }
 
 /**

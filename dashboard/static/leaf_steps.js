@@ -2,6 +2,7 @@
 /** One array over the steps of its run: norm, mean, standard deviation, largest value, and how many are not finite. */
 import { api, base, buttonGroup, clockText, countText, figure, find, make, numberText } from "./dom.js";
 import { drawn, recalled, remember, tableOf } from "./dom.js";
+import { numbersColumn } from "./columns.js";
 import { axisChoice, stepChart } from "./plots.js";
 
 /**
@@ -39,8 +40,11 @@ const addressOf = (data, at) => `${base}checkpoints/${data.ids[at]}/leaves/${dat
 
 /** @param {Steps} data */
 function stepsTable(data) {
-  const names = Object.values(MEASURES);
-  const heads = ["Step", "Saved", ...names.map(([name]) => name)];
+  const measures = Object.values(MEASURES).map(([name, of]) => {
+    const values = data.numbers.map(of);
+    return { name, values, text: numbersColumn(values) };
+  });
+  const heads = ["Step", "Saved", ...measures.map(({ name }) => name)];
   const head = heads.map((text, n) => make("th", { scope: "col", class: n > 1 ? "n" : null }, text));
   const rows = data.step.map((step, at) => [
     make(
@@ -49,7 +53,7 @@ function stepsTable(data) {
       make("a", { href: addressOf(data, at) }, `step ${numberText(step)}`),
     ),
     make("td", {}, savedText(data, at) || "–"),
-    ...names.map(([, of]) => make("td", { class: "n" }, orDash(of(data.numbers[at])))),
+    ...measures.map(({ values, text }) => make("td", { class: "n" }, text(values[at] ?? "–"))),
   ]);
   return tableOf("small", head, rows);
 }

@@ -2,6 +2,7 @@
 /** Values of an array: a slice is read on demand; its statistics, histogram and first values are shown. */
 import { api, bytesText, countText, figure, find, make, numberText } from "./dom.js";
 import { drawn, recalled, remember, tableOf } from "./dom.js";
+import { numbersColumn } from "./columns.js";
 import { showPicture } from "./leaf_image.js";
 import { barChart } from "./plots.js";
 
@@ -84,10 +85,11 @@ function valuesTable({ left, top, values }) {
 
 /** @param {Statistics} statistics */
 function binsTable({ bins, edges }) {
-  const head = [make("th", {}, "From"), make("th", {}, "To"), make("th", { class: "n" }, "Values")];
+  const head = ["From", "To", "Values"].map((text) => make("th", { class: "n" }, text));
+  const edge = numbersColumn(edges, 4);
   const rows = bins.map((count, n) => [
-    make("td", { class: "mono" }, figure(edges[n], 4)),
-    make("td", { class: "mono" }, figure(edges[n + 1], 4)),
+    make("td", { class: "n" }, edge(edges[n])),
+    make("td", { class: "n" }, edge(edges[n + 1])),
     make("td", { class: "n" }, numberText(count)),
   ]);
   return tableOf("small", head, rows);

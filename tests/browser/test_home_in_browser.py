@@ -55,6 +55,20 @@ def test_which_step_can_i_resume_from_takes_no_click(watched, serve, tmp_path):
     expect(rows.nth(1)).to_contain_text("300")
 
 
+def test_whether_a_run_trains_is_seen_at_once(watched, place):
+    page = watched(place)
+    row = page.locator("table.home tbody tr", has=page.get_by_role("link", name="late", exact=True))
+    expect(row.get_by_role("cell").filter(has_text="min ago")).to_contain_text("late")
+    expect(page.locator("table.home tbody tr", has_text="run-07")).to_contain_text("ended")
+    row.get_by_role("link", name="late", exact=True).click()
+    said = page.get_by_role("region", name="Resume from").get_by_role("status")
+    expect(said).to_have_text(
+        re.compile(r"^Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually")
+    )
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect_phone_width(page)
+
+
 def test_what_failed_in_the_last_week_is_one_click_from_home(watched, serve, tmp_path):
     run, fine = tmp_path / "run", write_metrics(tmp_path / "fine", {1: {"loss": 1.0}})
     leave_killed(run)

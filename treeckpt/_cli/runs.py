@@ -11,15 +11,16 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from .._core.columns import bytes_column, numbers_column, seconds_column
 from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name, step_of
-from .._core.text import ago_text, bytes_text, count_text, json_number, seconds_text, time_text
+from .._core.text import ago_text, bytes_text, count_text, json_number, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
 from .._io.storage.foreign_formats import describe_foreign
@@ -28,22 +29,25 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
+from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nbytes, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.failures import SHOWN_DAYS
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
+    Mode,
     RunMetric,
+    agreed_mode,
     in_value_order,
     is_good,
     parse_metric,
     run_metric,
-    sum_nbytes,
 )
-from .._runs.run_state import status_of_run
+from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
+from .._runs.usage import recorded_policies
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -61,12 +65,12 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
             killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
             is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
             elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
-            as the training went back before it
+            as the training went back before it. Below is whether the run is finished, stopped, alive or late
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
   ranks     that saved it
-  saved     when the save began, in local time
+  saved     when the save began, in UTC
   age       time since then
   took      duration of the save, from the first rank's start to the last one's end
 only where a checkpoint has it:
@@ -85,15 +89,17 @@ def add_ls(commands: Commands) -> None:
     assert ls.description is not None, "each command has one"
     ls.description += f"\n\n{_COLUMNS}"
     ls.add_argument("runs", metavar="RUN", nargs="+")
-    ls.add_argument(
+    of_runs = ls.add_mutually_exclusive_group()
+    of_runs.add_argument(
         "--metric",
         action="append",
         default=[],
         metavar="METRIC[:min|max]",
-        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
-        "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
+        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max, "
+        "or where their own policies agree on that, its best one, by which they are sorted; of a directory of runs all "
+        "of them. Can be given several times",
     )
-    ls.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
+    of_runs.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
     ls.add_argument(
         "--keep",
         type=policies_from,
@@ -112,8 +118,10 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if options.metric:
-        return _ls_metrics(options)
+    if options.keep and not options.usage:
+        return usage_error("--keep goes with --usage")
+    if options.metric or options.usage or options.failures:
+        return _ls_runs(options)
     listed: list[CheckpointInfo] = []
     infos_of: dict[str, list[CheckpointInfo]] = {}
     runs: dict[str, int] = {}
@@ -123,19 +131,11 @@ def _ls(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
-        if options.failures and len(infos) == 1 and is_checkpoint(run):
-            return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
         listed += infos
         infos_of[run] = infos
         if not options.json:
             runs |= _runs_below(run, infos)
             others |= _others_among(run, infos)
-    if options.usage:
-        show_usage(infos_of, options.keep, as_json=options.json)
-        return 0
-    if options.failures:
-        show_failures(infos_of, options.days, as_json=options.json)
-        return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.json:
@@ -152,11 +152,16 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if (advice := repair_advice(info)) is not None:
+            print_line(f"{info.name}: {advice.text}", "dim")
         if info.unhealthy:
             print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
+    for run, infos in infos_of.items():
+        if any(info.status != "foreign" for info in infos) and not is_checkpoint(run):
+            print_line(f"{visible(run)}: {activity_at(signs_of_run(infos), time.time_ns()).text}")
     return 0
 
 
@@ -171,6 +176,8 @@ class RunRow(msgspec.Struct, frozen=True):
     run: str
     status: Status | None
     """What `status_of_run` says; None without a directory."""
+    activity: RunActivity
+    """Whether it still trains."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -180,58 +187,84 @@ class RunRow(msgspec.Struct, frozen=True):
     metrics: tuple[RunMetric, ...]
 
 
-def _ls_metrics(options: argparse.Namespace) -> int:
-    """Lists runs by the metrics that were saved with their checkpoints."""
-    asked, known = list(map(parse_metric, options.metric)), VerificationStore(cache_directory())
-    rows: list[RunRow] = []
+def _ls_runs(options: argparse.Namespace) -> int:
+    """Lists runs by their metrics, the bytes that they take or the saves that failed; of a directory of runs all."""
+    known, runs = VerificationStore(cache_directory()), dict[str, list[CheckpointInfo]]()
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = discovery.scan(run, on_read=count)
             if not infos and (problem := no_such_run(run)):
                 return usage_error(problem)
+            if options.failures and len(infos) == 1 and is_checkpoint(run):
+                return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
             below = _runs_below(run, infos)
             found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
         for path, listed in found.items():
-            listed = [with_verification(info, open_store(info.path), known) for info in listed]
-            newest = next(filter(is_good, listed), None)
-            metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
-            complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+            runs[path] = [with_verification(info, open_store(info.path), known) for info in listed]
+    if options.usage:
+        show_usage(runs, options.keep, as_json=options.json)
+    elif options.failures:
+        show_failures(runs, options.days, as_json=options.json)
+    else:
+        _show_metrics(runs, options.metric, as_json=options.json)
+    return 0
+
+
+def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequence[str], *, as_json: bool) -> None:
+    """Prints the last and the best values of metrics, a run a row."""
+    own, rows = [recorded_policies(listed) for listed in runs.values()], list[RunRow]()
+    asked: list[tuple[str, Mode | None]] = [
+        (name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)
+    ]
+    for path, listed in runs.items():
+        row = RunRow(
+            run=path,
+            status=status_of_run(listed),
+            activity=activity_at(signs_of_run(listed), time.time_ns()),
+            complete=sum(info.status == "complete" for info in listed),
+            nbytes=sum_nbytes(listed),
+            newest=next(filter(is_good, listed), None),
+            metrics=tuple(run_metric(listed, name, mode) for name, mode in asked),
+        )
+        rows.append(row)
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
         rows = [rows[at] for at in in_value_order(values, largest_first=asked[best][1] == "max")]
-    if options.json:
+    if as_json:
         print_json([_json_of_run(row) for row in rows])
     else:
         columns = _metric_columns(rows)
         print_table(
             list(columns),
             list(zip(*columns.values(), strict=True)),
-            right=[name for name in columns if name not in ("run", "status")],
+            right=[name for name in columns if name not in ("run", "status", "activity")],
         )
-    return 0
 
 
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
+    size = bytes_column([row.nbytes for row in rows])
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
-        "size": [bytes_text(row.nbytes) for row in rows],
+        "size": [size(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
     }
     for at, metric in enumerate(rows[0].metrics if rows else ()):
         name = visible(metric.metric)
-        columns[name] = [_value_text(row.metrics[at].last) for row in rows]
+        found = [(row.metrics[at].last, row.metrics[at].best) for row in rows]
+        figure = numbers_column([one.value for pair in found for one in pair if one is not None])
+        columns[name] = [_value_text(last, figure) for last, _ in found]
         if metric.mode is not None:
             ways = {"min": "lowest", "max": "highest"}
-            columns[f"{ways[metric.mode]} {name}"] = [_value_text(row.metrics[at].best) for row in rows]
+            columns[f"{ways[metric.mode]} {name}"] = [_value_text(best, figure) for _, best in found]
     return columns
 
 
-def _value_text(found: MetricValue | None) -> str:
-    return "-" if found is None else f"{found.value:.6g} at {id_of(found.info)}"
+def _value_text(found: MetricValue | None, figure: Callable[[float], str]) -> str:
+    return "-" if found is None else f"{figure(found.value)} at {id_of(found.info)}"
 
 
 def _json_of_run(row: RunRow) -> Mapping[str, object]:
@@ -263,17 +296,18 @@ def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[
 
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
+    size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
     now, ids = time.time_ns(), {info.save_id: id_of(info) for info in found if info.save_id is not None}
     columns = {
         "name": [info.name for info in found],
         "status": ["run" if info.path in runs else info.status_text for info in found],
         "step": [_or_dash(info.step) for info in found],
-        "size": [bytes_text(info.nbytes) if info.nbytes is not None else "-" for info in found],
+        "size": [size(info.nbytes) if info.nbytes is not None else "-" for info in found],
         "leaves": [_or_dash(info.leaves) for info in found],
         "ranks": [_or_dash(info.world) for info in found],
         "saved": [time_text(info.created_ns) for info in found],
         "age": ["-" if ns is None else ago_text((now - ns) / 1e9) for ns in (info.created_ns for info in found)],
-        "took": [seconds_text(info.seconds) if info.seconds is not None else "-" for info in found],
+        "took": [took(info.seconds) if info.seconds is not None else "-" for info in found],
     }
     more = {
         "after": [_after_text(info, ids) for info in found],
@@ -491,11 +525,12 @@ def _rm(options: argparse.Namespace) -> int:
     if problems:
         return 2 if absent else 1
     if not options.json or not options.yes:
+        size = bytes_column([removal.nbytes for _, _, removal in planned])
         rows = [
             (
                 info.name,
                 "link" if run.store.folder(info.name).is_link else info.status_text,
-                bytes_text(removal.nbytes),
+                size(removal.nbytes),
                 info.error or "",
             )
             for _, info, removal in planned
@@ -588,10 +623,11 @@ def _no_metric(run: RunDirectory, infos: Sequence[CheckpointInfo], policies: Seq
 def _print_report(report: CleanReport, *, alone: bool) -> None:
     rows = [("kept", id_text(step), "", report.why(step)) for step in report.kept]
     word = "would go" if report.dry_run else "removed"
+    size = bytes_column([one.nbytes for one in report.removed])
     for one in report.removed:
         files = count_text(len(one.files), "file") if one.files else "directory"
         what = "checkpoint" if one.what == "checkpoint" else files
-        rows.append((word, one.name, bytes_text(one.nbytes), f"{what}: {one.reason}"))
+        rows.append((word, one.name, size(one.nbytes), f"{what}: {one.reason}"))
     rows += [("left", one.name, "", one.why) for one in report.left]
     rows += [("failed", one.name, "", one.why) for one in report.failed]
     for name, files in report.foreign.items():

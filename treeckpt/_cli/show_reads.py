@@ -6,6 +6,7 @@ import argparse
 
 import msgspec
 
+from .._core.columns import bytes_column
 from .._core.text import bytes_text
 from .._loading.reshard_plan import SAVED, ReshardPlan, parse_target, plan_reshard
 from .._loading.run_load import opened
@@ -15,10 +16,12 @@ MAX_FILES = 4
 """Files of one rank that are named."""
 
 
+MESH = f"show what each rank of a mesh, as 2x4, would read of which file, or of the save ({SAVED})"
+"""The help of `--mesh`."""
+
+
 def add_reads(show: argparse.ArgumentParser) -> None:
-    """Adds the options of a layout."""
-    what = f"show what each rank of a mesh, as 2x4, would read of which file, or of the save ({SAVED})"
-    show.add_argument("--mesh", metavar="SIZES", help=what)
+    """Adds the options that go with `--mesh`."""
     show.add_argument("--names", default="", help="with --mesh: names of its dimensions, as dp,tp")
     place = "with --mesh: rules, as '*.bias: Replicate; *: Shard(0)', or globs of what is loaded as saved"
     show.add_argument("--place", metavar="RULES", default="", help=place)
@@ -33,13 +36,14 @@ def show_reads(options: argparse.Namespace) -> int:
         totals = {name: getattr(plan, name) for name in ("held", "read", "amplification", "imbalance")}
         print_json({**msgspec.structs.asdict(plan), **totals})
         return 0
+    holds, reads = bytes_column([rank.nbytes for rank in plan.ranks]), bytes_column([rank.read for rank in plan.ranks])
     rows = [
         (
             f"rank {rank.rank}",
-            bytes_text(rank.nbytes),
-            bytes_text(rank.read),
+            holds(rank.nbytes),
+            reads(rank.read),
             f"{rank.amplification:.2f}x",
-            f"{rank.reads}",
+            f"{rank.reads:,}",
             _files_text(rank.files),
         )
         for rank in plan.ranks

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from .._core.columns import bytes_column
 from .._core.text import bytes_text, count_text, seconds_text
 from .._io.storage.local_store import is_url, local_path
 from .._report.terminal import print_json, print_line, print_table
@@ -61,8 +62,10 @@ def _print_growth(usage: RunUsage, known: UsageFigures) -> None:
         return
     ended = "" if usage.live else "the run has ended, and does not grow; if it went on: "
     print_line(f"{ended}a save of {bytes_text(known.save_nbytes)} every {seconds_text(known.between)}")
+    size = bytes_column([one.in_a_week for one in known.projections])
+    growth = bytes_column([one.per_day for one in known.projections])
     rows = [
-        (_SOURCES[one.source], one.keep, bytes_text(one.in_a_week), f"{bytes_text(round(one.per_day))} a day")
+        (_SOURCES[one.source], one.keep, size(one.in_a_week), f"{growth(one.per_day)} a day")
         for one in known.projections
     ]
     print_table(("policies", "keep", "in a week", "growth after that"), rows, right=("in a week", "growth after that"))

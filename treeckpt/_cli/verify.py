@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from .. import _api
+from .._core.columns import numbers_column
 from .._core.format.files import is_step_name
 from .._core.format.index import INDEX_NAME
-from .._core.text import bytes_text, count_text, json_number, number_text, seconds_text
+from .._core.text import bytes_text, count_text, json_number, seconds_text
 from .._inspect.ranking import reason_of
 from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
@@ -21,6 +22,7 @@ from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog, discovery
 from .._runs.catalog import CheckpointInfo
 from .._runs.progress_bar import counting_bar, stores_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.statistics_store import StatisticsStore
 from .._runs.verification import (
     NO_CACHE,
@@ -93,6 +95,11 @@ def _verify(options: argparse.Namespace) -> int:
         files = count_text(len(report.leftovers), "file")
         text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
         print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
+    if report.problems and not options.repair:
+        info = catalog.read_info(path, follow=True, or_unread=True)
+        known = VerificationStore(cache_directory())
+        if (advice := repair_advice(catalog.with_verification(info, open_store(path), known))) is not None:
+            print_line(f"  {advice.text}")
     if options.repair and report.lost:
         more = f" and {len(report.lost) - SHOWN_LINES} more; --json gives all" if len(report.lost) > SHOWN_LINES else ""
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN_LINES])}{more}", "red")
@@ -146,7 +153,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
     for info in left_out["no index"][:SHOWN_LINES]:
-        print_line(f"  {info.name}: {info.error}", "yellow")
+        advice = repair_advice(info)
+        print_line(f"  {info.name}: {info.error}{f'. {advice.text}' if advice is not None else ''}", "yellow")
     return _exit_code(reports.values())
 
 
@@ -219,17 +227,18 @@ def _json_of(rows: list[StatisticsRow]) -> list[dict[str, object]]:
     return [{name: json_number(value) for name, value in msgspec.structs.asdict(row).items()} for row in rows]
 
 
+def _texts(column: list[float | None]) -> list[str]:
+    text = numbers_column(column)
+    return ["-" if number is None else text(number) for number in column]
+
+
 def _print_statistics(rows: list[StatisticsRow]) -> None:
     columns = ("array", "unusual", "NaN", "Inf", "norm", "mean", "std", "min", "max")
+    shown = rows[:SHOWN_LINES]
+    numbers = [_texts([getattr(row, name) for row in shown]) for name in ("norm", "mean", "deviation", "low", "high")]
     shown = [
-        (
-            row.path,
-            row.unusual,
-            str(row.nan),
-            str(row.infinite),
-            *("-" if n is None else number_text(n) for n in (row.norm, row.mean, row.deviation, row.low, row.high)),
-        )
-        for row in rows[:SHOWN_LINES]
+        (row.path, row.unusual, f"{row.nan:,}", f"{row.infinite:,}", *texts)
+        for row, *texts in zip(shown, *numbers, strict=True)
     ]
     print_table(columns, shown, right=columns[2:])
     if len(rows) > SHOWN_LINES:

@@ -7,8 +7,10 @@ characters as escapes, and `value_text` is bounded in length and depth whatever 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Context
 from typing import TypeVar
 
 from ..errors import TreeckptError
@@ -20,15 +22,25 @@ from .tree.value_codec import TypedValue, Value, decode_value
 
 T = TypeVar("T")
 _MAX_DEPTH = 8
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def rounded(number: float, digits: int) -> float:
+    """Rounds the exact value of a number to so many digits, ties away from zero, as JavaScript's `toPrecision` does."""
+    return float(Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal(number))
+
+
+def whole(number: float) -> int:
+    """Rounds to a whole number, ties up, as JavaScript's `Math.round` does."""
+    return math.floor(number) + (number - math.floor(number) >= 0.5)
 
 
 def bytes_text(nbytes: float) -> str:
     """Formats bytes in decimal units with three digits: `1.23 MB`."""
     size, unit = float(nbytes), 0
-    while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
+    while abs(size) >= 999.5 and unit < len(BYTE_UNITS) - 1:
         size, unit = size / 1000, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_UNITS[unit]}"
+    return f"{whole(size)} B" if unit == 0 else f"{rounded(size, 3):.3g} {BYTE_UNITS[unit]}"
 
 
 def json_number(value: T) -> T | str:
@@ -79,14 +91,16 @@ def time_text(ns: int | None) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Formats a duration with three digits: `12.3 ms`, `4.56 s`, `3 min 20 s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    full = whole(seconds)
+    if full >= 3600:
+        return f"{full // 3600} h {full % 3600 // 60} min"
     if seconds >= 99.95:
-        return f"{whole // 60} min {whole % 60} s"
+        return f"{full // 60} min {full % 60} s"
     if seconds >= 0.9995:  # its three digits are 1.00
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or seconds == 0 else f"{seconds * 1e6:.3g} µs"
+        return f"{rounded(seconds, 3):.3g} s"
+    if seconds >= 0.9995e-3 or seconds == 0:
+        return f"{rounded(seconds * 1e3, 3):.3g} ms"
+    return f"{rounded(seconds * 1e6, 3):.3g} µs"
 
 
 def ago_text(seconds: float) -> str:
@@ -95,6 +109,15 @@ def ago_text(seconds: float) -> str:
         if (count := int(seconds // unit)) >= 1:
             return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
     return "just now"
+
+
+def shell_quoted(text: str) -> str:
+    """Quotes an argument for bash and zsh; anything but printable ASCII is written as escapes."""
+    if text.isascii() and text.isprintable():
+        return shlex.quote(text)
+    data = text.encode("utf-8", "surrogateescape")
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(plain)}'"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -87,6 +87,7 @@ from .restore import (
     restore_from,
 )
 from .run import CheckpointSelector, RunDirectory, refuse_link
+from .run_end import EndMark
 from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
@@ -164,6 +165,7 @@ class Manager:
         self._on_each_disk = partial(act_on_disks, self._comm, self.directory, busy=self._pending.busy)
         self._other_names: dict[int, str] | None = None
         """The names of steps that are links, or that others named; None before the first save."""
+        self._end = EndMark(self.directory.store, self._comm.rank)
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -375,13 +377,9 @@ class Manager:
         unpin = partial(self._undo_pin, store, pinned)
         try:
             lineage = self._history.next_save(step, pin=pin)
+            failures = SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None
             options = msgspec.structs.replace(
-                self.options,
-                step=number,
-                custom_metadata=metadata,
-                files=files,
-                lineage=lineage,
-                failures=SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None,
+                self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage, failures=failures
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -402,11 +400,9 @@ class Manager:
         """
         if isinstance(step, str):
             return self.directory.store.folder(id_name(step))
-        names = self._other_names
-        if names is None:
+        if (names := self._other_names) is None:
             find = partial(links_and_other_names, self.directory.store)
-            there: dict[int, str] = self._from_rank0("look for steps", find, dict[int, str])
-            names = self._other_names = there
+            names = self._other_names = self._from_rank0("look for steps", find, dict[int, str])
         store = self.directory.store.folder(names.get(step, id_name(step)))
         if step in names:
             self._from_rank0(f"look at step {step}", partial(refuse_link, store), type(None))
@@ -429,6 +425,7 @@ class Manager:
 
     def _start_clean(self, report: SaveReport | None) -> None:
         """Starts the clean-up after a save, unless its ranks see several disks: then they clean up together."""
+        self._end.note_saved(report)
         if self._comm.rank == 0 and (report is None or not report.disks):
             self.retention.start()
 
@@ -619,7 +616,7 @@ class Manager:
 
     @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
-        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
+        """Returns the step of the present branch with the best metric; None, and logs those there are, if none has it.
 
         Args:
             metric: by default the metric of the first `Best` policy.
@@ -747,9 +744,10 @@ class Manager:
 
     @takes_no_save
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
+        """Waits for the pending saves, as `wait` does, restores the signal handlers, and marks the run as finished."""
         try:
             self.wait(timeout)
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         finally:
             self.schedule.close()
             self._loop.close()
@@ -763,6 +761,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end.error = error
         if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
             if self.schedule.signum and not self.stopping and is_of_workers(error):
                 self._save_broken_loop()
@@ -770,6 +769,7 @@ class Manager:
             self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
             self.retention.wait()
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         else:
             self.close()
 
@@ -792,8 +792,7 @@ class Manager:
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
 
     def _from_all_disks(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
-        topic = f"{self.directory.url} {what}"
-        return from_all_disks(self._comm, self._selector, topic, call, kind, call=what)
+        return from_all_disks(self._comm, self._selector, f"{self.directory.url} {what}", call, kind, call=what)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

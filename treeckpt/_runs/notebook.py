@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+from .._core.columns import bytes_column, seconds_column
 from .._core.html import Child, Html, el, facts, joined, table
-from .._core.text import bytes_text, seconds_text, time_text
+from .._core.text import bytes_text, time_text
 from .._io.storage.store import RunStore
 from .active_saves import under_way_text
-from .catalog import CheckpointInfo
+from .catalog import CheckpointInfo, sum_nbytes
 from .discovery import scan
 
 ROWS = 20
@@ -17,17 +18,19 @@ COLUMNS = ("checkpoint", "status", "step", "size", "leaves", "ranks", "saved", "
 
 def checkpoint_rows(found: list[CheckpointInfo]) -> list[tuple[Child, ...]]:
     """Returns a row of `COLUMNS` for each checkpoint."""
+    size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
+    blocked = seconds_column([info.blocked_seconds for info in found])
     return [
         (
             info.name,
             info.status_and_problem,
             info.step,
-            bytes_text(info.nbytes) if info.nbytes is not None else None,
+            size(info.nbytes) if info.nbytes is not None else None,
             info.leaves,
             info.world,
             time_text(info.created_ns),
-            seconds_text(info.seconds) if info.seconds is not None else None,
-            seconds_text(info.blocked_seconds) if info.blocked_seconds is not None else None,
+            took(info.seconds) if info.seconds is not None else None,
+            blocked(info.blocked_seconds) if info.blocked_seconds is not None else None,
         )
         for info in found
     ]
@@ -40,7 +43,7 @@ def run_html(run: str | RunStore, summary: str) -> Html:
     return joined([
         el("p", el("code", summary)),
         facts([("complete checkpoints", sum(info.status == "complete" for info in infos)),
-               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos)))]),
+               ("on disk", bytes_text(sum_nbytes(infos)))]),
         *(el("p", text) for text in saving),
         table(COLUMNS, checkpoint_rows(infos[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
         el("p", f"and {len(infos) - ROWS} older") if len(infos) > ROWS else None,

@@ -85,6 +85,7 @@ from .catalog import (
     with_verification,
 )
 from .failures import FailureHistory
+from .repair_advice import repair_advice
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -209,7 +210,8 @@ class RunDirectory:
         if info.files == "complete":
             return info
         foreign = describe_foreign(info.path) if info.files == "foreign" else None
-        found, hint = foreign or (info.error or info.files, "")
+        advice = repair_advice(info)
+        found, hint = foreign or (info.error or info.files, advice.text if advice is not None else "")
         if info.files == "damaged":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint, joined)
@@ -682,9 +684,10 @@ class CheckpointSelector:
     def best(self, policy: Best) -> CheckpointId | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
 
-        A step that a verification has found damaged, or that is not healthy, is passed over, and logged.
+        Steps of abandoned branches are not rated. One that a verification has found damaged, or that is not healthy, is
+        passed over, and logged.
         """
-        complete = self.complete()
+        complete = [info for info in self.complete() if not info.abandoned]
         steps = [step_info(info) for info in complete]
         infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
         rated, known = best_of(steps, policy), VerificationStore(cache_directory())

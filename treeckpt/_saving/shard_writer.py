@@ -745,6 +745,6 @@ def remove_files(store: Store, names: Iterable[str]) -> None:
 def remove_replaced(store: Store, save_id: str) -> None:
     """Deletes the files of a save that was overwritten."""
     found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
-    kinds = ("shard", "sidecar", "progress", "prepared", "verdict")
+    kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
     remove_files(store, [*names, timings_name(save_id)])

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
@@ -13,9 +14,12 @@ from tests.dashboard.helpers import page, under_way, usage_when_made
 from tests.helpers.large import write_many
 from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
 from treeckpt._cli.main import main
+from treeckpt._core.columns import bytes_column
 from treeckpt._core.text import bytes_text
+from treeckpt.policy import Last
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
+from treeckpt_dashboard.runs.usage import CleanUpPlans
 from treeckpt_dashboard.store.watch import ScanProgress
 
 
@@ -44,6 +48,15 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "Would be freed" in html
     assert "No policies of this run are known" in client.get("/usage").text
+
+
+def test_requests_at_a_time_wait_for_one_plan(serve, tmp_path):
+    client = serve(write_many(tmp_path / "run", 6))
+    usage_when_made(client)
+    plans, [run] = client.app.state.services[CleanUpPlans], client.app.state.library.runs
+    with ThreadPoolExecutor(8) as pool:
+        made = [one for one in pool.map(lambda _: plans.plan(run, (Last(2),)), range(64)) if one is not None]
+    assert made and all(one is made[0] for one in made)
 
 
 def test_a_run_that_has_ended_neither_grows_nor_fills_the_disk(serve, tmp_path):
@@ -101,8 +114,9 @@ def test_page_json_and_command_agree_about_the_growth_of_a_run(serve, tmp_path, 
     assert told["days"] == pytest.approx(row["days"], rel=0.05)
     assert main(["ls", str(run), "--usage", "--keep", keep]) == 0
     text = capsys.readouterr().out
-    assert bytes_text(row["projections"][0]["in_a_week"]) in text and "in a week" in text
-    assert bytes_text(row["projections"][0]["in_a_week"]) in client.get("/usage", params={"keep": keep}).text
+    weeks = [one["in_a_week"] for one in row["projections"]]
+    page = client.get("/usage", params={"keep": keep}).text
+    assert "in a week" in text and all(week in text and week in page for week in map(bytes_column(weeks), weeks))
 
 
 def test_numbers_are_told_only_once_all_directories_are_read(serve, tmp_path):
