@@ -23,6 +23,7 @@ from treeckpt._inspect.outline import Outline
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo, Status
+from treeckpt._runs.repair_advice import RepairAdvice, repair_advice
 from treeckpt._runs.verification import DamagedPart, Verification, VerificationResult
 from treeckpt.errors import CheckpointError, visible
 
@@ -109,6 +110,8 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """When that save last wrote something."""
     waits_for: str | None = None
     """What that save waits for, as a sentence; of a save that was killed, that it was."""
+    repair: RepairAdvice | None = None
+    """The command that puts it right, and what it does; None where nothing is wrong, or nothing can be done."""
     unhealthy: str = ""
     """What is no finite number in it, as far as known."""
     abandoned: bool = False
@@ -172,6 +175,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         seconds=info.seconds,
         rate=rate,
         error=visible(error) if error else None,
+        repair=repair_advice(info),
         unhealthy=info.unhealthy,
         readable=info.leaves is not None,
         pinned=info.pinned,

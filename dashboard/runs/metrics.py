@@ -8,12 +8,14 @@ from typing import get_args
 
 from treeckpt._runs.catalog import Status
 from treeckpt._runs.run_metrics import sum_nbytes
+from treeckpt._runs.run_state import ActivityState
 from treeckpt._runs.usage import disk_of
 
 from ..store.library import Library, Run
-from .summary import policies_of, save_pace, summarize_run
+from .model import run_activity
+from .summary import good_age, policies_of, summarize_run
 
-_STATUSES = get_args(Status)
+_STATUSES, _STATES = get_args(Status), get_args(ActivityState)
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 """How characters of labels are written."""
 _HELP = {
@@ -28,6 +30,7 @@ _HELP = {
     "newest_good_step": "Step of the newest checkpoint that is complete and not known to be damaged.",
     "newest_good_age_seconds": "Seconds since that checkpoint was begun.",
     "save_interval_seconds": "Usual seconds from one save to the next: the median of the newest.",
+    "run_state": "1 for the state that the run is in: whether it still trains, as far as is known.",
     "saves_under_way": "Saves in progress.",
     "saves_stalled": "Saves that hang, or were killed where that cannot be seen.",
     "save_written_bytes": "Bytes that saves in progress have written.",
@@ -38,7 +41,7 @@ _HELP = {
 
 
 def metrics_text(library: Library) -> str:
-    """Returns all metrics. Labels are bounded: the names of the runs that were given, and eight statuses."""
+    """Returns all metrics. Labels are bounded: the names of the runs that were given, statuses and states."""
     rows: dict[str, list[str]] = {}
     library.start_scans(library.runs)
     for run in library.runs:
@@ -65,15 +68,18 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     newest = next((info for info in infos if info.status == "complete"), None)
     summary = summarize_run(run, listed, policies_of(library, listed))
     disk = None if run.url else disk_of(run.path)
-    resume, pace = summary.resume, save_pace(summary.resume, time.time_ns(), saving=summary.saving > 0)
+    resume, pattern = summary.resume, summary.signs.pattern
+    if (activity := run_activity(library, run, summary)) is not None:
+        for state in _STATES:
+            yield "run_state", {"state": state}, int(state == activity.state)
     for name, value in (
         ("newest_step", newest.step if newest else None),
         ("newest_timestamp_seconds", newest.created_ns / 1e9 if newest and newest.created_ns else None),
         ("newest_bytes", newest.nbytes if newest else None),
         ("newest_save_seconds", newest.seconds if newest else None),
         ("newest_good_step", resume.newest[1].step if resume.newest else None),
-        ("newest_good_age_seconds", pace.age),
-        ("save_interval_seconds", pace.interval),
+        ("newest_good_age_seconds", good_age(resume, time.time_ns())),
+        ("save_interval_seconds", pattern.seconds if pattern is not None else None),
         ("disk_free_bytes", disk.free if disk is not None else None),
     ):
         if value is not None:

@@ -13,12 +13,14 @@ import msgspec
 
 from treeckpt._runs.catalog import CheckpointInfo, Status
 from treeckpt._runs.run_metrics import in_value_order
+from treeckpt._runs.run_state import RunActivity, activity_at
 from treeckpt.errors import visible
 from treeckpt.policy import keep_text
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, checkpoint_row, filled, iso_time, next_start
 from ..store.library import LastResult, Library, Listed, Run
 from ..store.watch import ScanProgress
+from .failures import FailuresPage
 from .run_table import (
     MAX_KNOWN,
     MetricCell,
@@ -32,13 +34,12 @@ from .run_table import (
 from .summary import (
     ResumePanel,
     RunSummary,
-    SavePace,
     choice_of,
     condition_of,
+    good_age,
     metric_value,
     policies_of,
     resume_panel,
-    save_pace,
     summarize_run,
 )
 
@@ -76,7 +77,10 @@ class RunPart(msgspec.Struct, frozen=True):
     """What the run shows: see `status_of_run`."""
     good: CheckpointRow | None
     """The newest good checkpoint, as in `ResumePanel`."""
-    pace: SavePace
+    good_age: float | None
+    """Seconds since that was begun."""
+    activity: RunActivity | None
+    """Whether the run still trains; None while its directories are read for the first time, or cannot be read."""
     values: list[MetricCell]
     """The last and the best value of each metric that is a column of the table of runs."""
     durations: list[float]
@@ -134,6 +138,8 @@ class RunPage(msgspec.Struct, frozen=True):
 
     run: RunPart
     resume: ResumePanel
+    failures: FailuresPage
+    """The saves that failed or were killed in the last week, the first of them."""
 
 
 class ListQuery(msgspec.Struct, frozen=True):
@@ -165,16 +171,17 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
         listed = library.checkpoints(run, wait=wait)
         watch = library.watches[run.id]
         progress = watch.progress
-        pace = _pace(summarize_run(run, listed, policies_of(library, listed)))
+        activity = run_activity(library, run, summarize_run(run, listed, policies_of(library, listed)))
+        minute = time.time_ns() // 60_000_000_000 if activity is not None and activity.state == "late" else ""
         scanned = (progress.seen, progress.total) if not progress.complete else ""
-        parts.append(f"{run.id}.{watch.version}.{scanned}.{pace.late:d}{pace.ended:d}")
+        parts.append(f"{run.id}.{watch.version}.{scanned}.{activity.state if activity else ''}{minute}")
     return "-".join(parts)
 
 
 def runs_page(library: Library, query: TableQuery | None = None) -> RunsPage:
     """Returns the runs of whose name, path, state or metrics every word of `query.q` is a part, with their newest rows.
 
-    A run whose newest good checkpoint is late has `late` in its state.
+    The state of a run has that of its activity, as `late`.
 
     Raises:
         KeepError: the query is not valid.
@@ -200,7 +207,7 @@ def runs_page(library: Library, query: TableQuery | None = None) -> RunsPage:
 _RUN_KEYS: dict[str, Callable[[RunPart], float | str | None]] = {
     "name": attrgetter("name"),
     "good": lambda part: part.good.step if part.good is not None else None,
-    "age": attrgetter("pace.age"),
+    "age": attrgetter("good_age"),
     "status": attrgetter("state"),
     "bytes": attrgetter("nbytes"),
     "checkpoints": attrgetter("complete"),
@@ -223,23 +230,27 @@ def _in_order(parts: Sequence[RunPart], columns: Sequence[MetricColumn], sort: s
 
 def _text_of_run(part: RunPart) -> str:
     state = (part.state or "").replace("_", " ")
-    return f"{part.name} {part.path} {state} {'late' * part.pace.late} {' '.join(part.metrics)}".casefold()
+    activity = part.activity.state if part.activity is not None else ""
+    return f"{part.name} {part.path} {state} {activity} {' '.join(part.metrics)}".casefold()
 
 
-def _pace(summary: RunSummary) -> SavePace:
-    return save_pace(summary.resume, time.time_ns(), saving=summary.saving > 0)
+def run_activity(library: Library, run: Run, summary: RunSummary, now_ns: int | None = None) -> RunActivity | None:
+    """Returns whether a run still trains; None until all of its directories are read, or if they cannot be."""
+    progress = library.watches[run.id].progress
+    if not progress.complete or progress.problem is not None:
+        return None
+    return activity_at(summary.signs, time.time_ns() if now_ns is None else now_ns)
 
 
-def run_page(library: Library, run_id: str, query: ListQuery | None = None) -> RunPage:
-    """Returns the checkpoints of one run.
+def run_page(library: Library, failures: FailuresPage, query: ListQuery | None = None) -> RunPage:
+    """Returns the checkpoints of one run, that of `failures`.
 
     Raises:
-        NotFound: there is no such run.
         KeepError, CursorError: the query is not valid.
     """
-    run, query = library.run(run_id), query or ListQuery()
+    run, query = library.run(failures.run), query or ListQuery()
     part, summary = _run_part(library, run, query, PAGE_ROWS)
-    return RunPage(part, resume_panel(library, run, summary.resume, query.best))
+    return RunPage(part, resume_panel(library, run, summary.resume, query.best), failures)
 
 
 def _run_part(
@@ -263,7 +274,8 @@ def _run_part(
         total=len(listed),
         newest_step=summary.newest,
         good=_row(good[0], run, good[1], summary) if good else None,
-        pace=_pace(summary),
+        good_age=good_age(summary.resume, time.time_ns()),
+        activity=run_activity(library, run, summary),
         values=metric_cells(run, listed, columns),
         changed=iso_time(watch.changed_ns),
         scan=watch.progress,

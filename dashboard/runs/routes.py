@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from fastapi import Query, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 
+from treeckpt._runs.failures import SHOWN_DAYS
+
 from ..pages.answers import PageRouter, check_version, is_polled
 from ..store.library import Library, Run
 from . import live, model, overlay
+from .failures import FIRST, FailureLists, FailuresPage, failures_page, failures_tag
 from .finder import find_page
 from .first_nan import NanPage, get_first_nan
 from .metrics import metrics_text
@@ -44,6 +47,7 @@ COLUMNS = {
 """The limits of what the table of runs and the overlay are asked for."""
 NONE: list[str] = []
 """The values of a parameter that may be given several times, where it is not."""
+DAYS = Query(ge=0, le=1e6, allow_inf_nan=False, description="only those of the last so many days")
 PLACE = Query(max_length=64, description="the id of a run or a checkpoint, whose leaves come first")
 
 
@@ -87,6 +91,7 @@ def get_runs(
 def get_run(
     request: Request,
     library: Library,
+    lists: FailureLists,
     run_id: str,
     start: int = 0,
     cursor: str = "",
@@ -97,8 +102,18 @@ def get_run(
     best: str = "",
 ) -> RunPage:
     """The checkpoints of one run, by default newest first."""
-    _check_tag(request, library, [library.run(run_id)])
-    return model.run_page(library, run_id, ListQuery(start, cursor, sort, status, q, best=best, keep=keep))
+    failures = failures_page(library, lists, run_id, count=FIRST)
+    _check_tag(request, library, [library.run(run_id)], failures_tag(failures))
+    return model.run_page(library, failures, ListQuery(start, cursor, sort, status, q, best=best, keep=keep))
+
+
+def get_failures(
+    request: Request, library: Library, lists: FailureLists, run_id: str, days: float = SHOWN_DAYS, start: int = 0
+) -> FailuresPage:
+    """Saves of a run that failed or were killed, also once their files are gone; the last one first."""
+    page = failures_page(library, lists, run_id, days, start)
+    check_version(request, failures_tag(page))
+    return page
 
 
 def get_overlay(
@@ -154,6 +169,7 @@ router.get(
 router.get("/find", find_page, at=PLACE)
 router.get("/runs/{run_id}", get_run, "run.html", table="run.checkpoints", q=WORDS)
 router.get("/runs/{run_id}/first-nan", get_first_nan, "first_nan.html", result_type=NanPage)
+router.get("/runs/{run_id}/failures", get_failures, "failures.html", table="rows", days=DAYS)
 router.get("/overlay", get_overlay, "overlay.html", table="rows", **COLUMNS)
 router.get(
     "/overlay/lines",

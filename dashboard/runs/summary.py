@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -12,11 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from treeckpt._core.text import json_number
+from treeckpt._core.text import json_number, shell_quoted
 from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
 from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric, sum_nbytes
-from treeckpt._runs.run_state import status_of_run
-from treeckpt._runs.usage import ENDED, ENDED_INTERVALS, recorded_policies, save_pattern
+from treeckpt._runs.run_state import RunSigns, signs_of_run, status_of_run
+from treeckpt._runs.usage import recorded_policies
 from treeckpt.errors import visible
 from treeckpt.policy import Best, KeepError, Policy, kept, parse_keep
 
@@ -41,10 +40,6 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": lambda a, b: a > b,
     "=": lambda a, b: a == b or (math.isnan(a) and math.isnan(b)),
 }
-LATE = 3.0
-"""Usual intervals after which the newest good checkpoint is late."""
-SOONEST = 60.0
-"""Seconds within which none is."""
 MAX_BRANCHES = 100
 """Branches of a run that are listed."""
 MAX_PASSED_OVER = 5
@@ -175,22 +170,6 @@ class PassedOver(msgspec.Struct, frozen=True):
     reason: str
 
 
-class SavePace(msgspec.Struct, frozen=True):
-    """How old the newest good checkpoint is, beside how often one is saved."""
-
-    age: float | None
-    """Seconds since the newest good checkpoint was begun."""
-    interval: float | None
-    """Seconds from one save to the next: the median of the newest. None until three saves followed each other."""
-    late: bool
-    """Whether the age is more than LATE intervals, and the run is not taken for ended."""
-    ended: bool = False
-    """Whether the run is taken for ended: no save is in progress, and none came for much longer than usual.
-
-    No file says that a run has ended, so one that stands still looks the same.
-    """
-
-
 class ResumeFacts(msgspec.Struct, frozen=True):
     """What the list of a run's checkpoints says of resuming, whatever the time is."""
 
@@ -200,7 +179,6 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     """The policy by which the best is chosen."""
     intact: tuple[str, CheckpointInfo] | None
     passed_over: tuple[PassedOver, ...]
-    interval: float | None
     branches: tuple[LineageBranch, ...]
 
 
@@ -226,14 +204,12 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None
     rated = best_checkpoint((info for _, info in good), rating) if rating is not None else None
     best = next((pair for pair in good if pair[1] is rated), None)
     infos = [info for _, info in listed]
-    pattern = save_pattern(infos)
     return ResumeFacts(
         newest=good[0] if good else None,
         best=best,
         rating=rating if best is not None else None,
         intact=next((pair for pair in good if pair[1].intact), None),
         passed_over=tuple(passed_over),
-        interval=pattern.seconds if pattern is not None else None,
         branches=tuple(_lineage(infos)),
     )
 
@@ -249,20 +225,10 @@ def _why_not_good(info: CheckpointInfo) -> str:
     return "it is on an abandoned branch" if info.abandoned else info.unhealthy
 
 
-def save_pace(facts: ResumeFacts, now_ns: int, *, saving: bool) -> SavePace:
-    """Returns how old the newest good checkpoint is, and whether that is too old.
-
-    Args:
-        saving: whether a save is in progress.
-    """
+def good_age(facts: ResumeFacts, now_ns: int) -> float | None:
+    """Returns the seconds since the newest good checkpoint was begun."""
     created_ns = facts.newest[1].created_ns if facts.newest is not None else None
-    if created_ns is None:
-        return SavePace(None, facts.interval, False)
-    age = max(0.0, (now_ns - created_ns) / 1e9)
-    if facts.interval is None:
-        return SavePace(age, None, False)
-    ended = not saving and age >= max(ENDED, ENDED_INTERVALS * facts.interval)
-    return SavePace(age, facts.interval, age > max(SOONEST, LATE * facts.interval) and not ended, ended)
+    return max(0.0, (now_ns - created_ns) / 1e9) if created_ns is not None else None
 
 
 def _lineage(infos: Sequence[CheckpointInfo]) -> list[LineageBranch]:
@@ -326,15 +292,6 @@ def _snippets(library: Library, run: Run, info: CheckpointInfo, *, newest: bool)
     return ResumeSnippets(manager, load, f"treeckpt verify {shell_quoted(info.path)}")
 
 
-def shell_quoted(text: str) -> str:
-    """Quotes an argument for bash and zsh; anything but printable ASCII is written as escapes."""
-    if text.isascii() and text.isprintable():
-        return shlex.quote(text)
-    data = text.encode("utf-8", "surrogateescape")
-    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
-    return f"$'{''.join(plain)}'"
-
-
 def policies_of(library: Library, listed: Listed, keep: str | None = None) -> tuple[Policy, ...]:
     """Returns the policies of a request, else those that the run has recorded, else those of the dashboard.
 
@@ -391,6 +348,8 @@ class RunSummary(msgspec.Struct, frozen=True):
     """The step that each checkpoint follows, and whether a branch begins between them, by its name."""
     durations: list[float]
     resume: ResumeFacts
+    signs: RunSigns
+    """What says whether the run still trains."""
 
 
 @lru_cache(512)
@@ -430,6 +389,7 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None
         # The list of checkpoints begins with the newest, the line that is drawn with the oldest.
         durations=[info.seconds for info in complete if info.seconds is not None][DURATIONS - 1 :: -1],
         resume=resume_facts(listed, policies, chosen),
+        signs=signs_of_run(infos),
     )
 
 

@@ -52,13 +52,29 @@ function nameOf(box) {
 /** The names that several areas have: alone, they say nothing. @type {Set<string>} */
 let repeated = new Set();
 
+/** What the names of all boxes inside a box begin with, up to a separator. @type {Map<number, string>} */
+let starts = new Map();
+
+/**
+ * What all names begin with, up to a separator.
+ * @param {string[]} names
+ */
+function commonStart(names) {
+  let [start = ""] = names;
+  for (const name of names) while (!name.startsWith(start)) start = start.slice(0, -1);
+  return start.replace(/[^./_]*$/, "");
+}
+
 /**
  * The lines of a box: where it is, if others have its name too, and its name.
  * @param {number} box
  */
 function linesOf(box) {
   const name = nameOf(box);
-  if (page?.more[box] && name.includes(" … ")) return name.split(/(?<= …) /);
+  if (page?.more[box] && name.includes(" … ")) {
+    const start = starts.get(page.parents[box]) ?? "";
+    return name.split(/(?<= …) /).map((end) => (end.startsWith(start) ? end.slice(start.length) : end));
+  }
   if (!page || !repeated.has(name) || page.parents[box] <= 0) return [name];
   return [nameOf(page.parents[box]), name];
 }
@@ -79,6 +95,7 @@ function arrange(width, height) {
   parents.forEach((parent, box) => {
     if (parent >= 0) (inner[parent] ??= []).push(box);
   });
+  starts = new Map(inner.map((boxes, box) => [box, commonStart(boxes.flatMap((one) => nameOf(one).split(" … ")))]));
   const root = hierarchy(0, (box) => inner[box]);
   root.sum((box) => (inner[box] ? 0 : nbytes[box]));
   const layout = /** @type {typeof treemap<number>} */ (treemap)().size([width, height]).paddingInner(1).round(true);
@@ -205,7 +222,12 @@ function paint(g) {
       write(g, lines.join("/"), area.x0 + 5, area.y0 + h / 2, w - 10);
       continue;
     }
-    const shown = lines.flatMap((line) => broken(g, line, w - 10)).slice(-Math.floor((h - 4) / LINE));
+    const room = Math.floor((h - 4) / LINE);
+    let shown = lines.flatMap((line) => broken(g, line, w - 10));
+    // of a range that does not fit, how its two names begin tells more than how they end
+    if (shown.length > room && lines.length > 1 && page?.more[area.box])
+      shown = lines.map((line, at) => broken(g, line, w - 10)[0] + (at ? "" : " …"));
+    shown = shown.slice(-room);
     if (h >= 4 + LINE * (shown.length + 1)) shown.push(bytesText(page?.nbytes[area.box] ?? 0));
     shown.forEach((line, at) => {
       write(g, line, area.x0 + 5, area.y0 + 12 + LINE * at, w - 10);

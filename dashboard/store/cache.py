@@ -24,6 +24,7 @@ import msgspec
 from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs.catalog import Summary
+from treeckpt._runs.run_end import RunEnd
 from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
 
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _DECODERS: dict[str, Any] = {
     "summary": msgspec.json.Decoder(Summary, strict=False),  # as `encodable` writes metrics
     "took": msgspec.json.Decoder(ReducedTimings),
+    "ended": msgspec.json.Decoder(RunEnd),
 }
 
 

@@ -28,6 +28,7 @@ from ..pages.answers import NotModified, TableTooLong, describe_responses, is_ap
 from ..pages.checkpoints import loading_page
 from ..pages.render import render, templates
 from ..runs import routes as runs_routes
+from ..runs.failures import FailureLists
 from ..runs.first_nan import NanJobs
 from ..runs.live import SaveRates
 from ..runs.model import CursorError
@@ -77,7 +78,8 @@ def create_app(
     library = app.state.library = Library(runs, cache=Cache(cache), policies=policies)
     jobs = app.state.verify_jobs = VerifyJobs(library)
     queues = jobs, NanJobs(library), ChangeJobs(library)
-    services = (library, *queues, Comparisons(library), SaveRates(), TrendTables(library), CleanUpPlans(library))
+    lists = Comparisons(library), TrendTables(library), CleanUpPlans(library), FailureLists(library)
+    services = (library, *queues, *lists, SaveRates())
     app.state.services = {type(one): one for one in services}
     app.state.boot = secrets.token_hex(8)
     app.state.templates = templates()

@@ -46,6 +46,8 @@ PLACES = [
     "{r}",
     "{r}/trends",
     "{r}/first-nan",
+    "{r}/failures",
+    "overlay",
 ]
 """An address of each page: of a checkpoint at `c`, of a run at `r`."""
 

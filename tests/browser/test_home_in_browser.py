@@ -5,7 +5,9 @@ import time
 
 import pytest
 
+import treeckpt as tc
 from tests.browser.helpers import SCHEMES, expect_phone_width
+from tests.helpers.killed_saves import leave_killed
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics
 
@@ -51,6 +53,40 @@ def test_which_step_can_i_resume_from_takes_no_click(watched, serve, tmp_path):
     expect(page.get_by_text("Every checksum")).to_be_visible()
     page.goto(page.url.partition("/checkpoints")[0])
     expect(rows.nth(1)).to_contain_text("300")
+
+
+def test_whether_a_run_trains_is_seen_at_once(watched, place):
+    page = watched(place)
+    row = page.locator("table.home tbody tr", has=page.get_by_role("link", name="late", exact=True))
+    expect(row.get_by_role("cell").filter(has_text="min ago")).to_contain_text("late")
+    expect(page.locator("table.home tbody tr", has_text="run-07")).to_contain_text("ended")
+    row.get_by_role("link", name="late", exact=True).click()
+    said = page.get_by_role("region", name="Resume from").get_by_role("status")
+    expect(said).to_have_text(
+        re.compile(r"^Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually")
+    )
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect_phone_width(page)
+
+
+def test_what_failed_in_the_last_week_is_one_click_from_home(watched, serve, tmp_path):
+    run, fine = tmp_path / "run", write_metrics(tmp_path / "fine", {1: {"loss": 1.0}})
+    leave_killed(run)
+    with pytest.raises(tc.TreeError), tc.Manager(run, background=False) as manager:
+        manager.save("tuned", {HOSTILE: object()})
+    page = watched(serve(run, fine, cache=tmp_path / "cache"))
+    expect(page.get_by_text("Still loading")).to_have_count(0)
+    page.get_by_role("link", name="run", exact=True).click()
+    rows = page.get_by_role("region", name="Failed and killed saves, last week").locator("tbody tr")
+    expect(rows).to_have_count(2, timeout=5000)
+    expect(rows.nth(0)).to_contain_text("TreeError")
+    expect(rows.nth(1)).to_contain_text("The save was killed after 5 s")
+    page.get_by_role("link", name="More →").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Failed and killed saves of run")
+    expect(rows.or_(page.locator("#failures tbody tr"))).to_have_count(2)
+    page.goto(page.url.partition("/runs/")[0])
+    page.get_by_role("link", name="fine", exact=True).click()
+    expect(page.get_by_text("No save is known to have failed")).to_be_visible()
 
 
 def test_forty_runs_fit_a_screen_and_are_filtered_as_one_types(watched, place):

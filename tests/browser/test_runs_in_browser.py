@@ -117,7 +117,7 @@ def test_filters_and_orders_are_in_the_address(watched, serve, tmp_path):
     page.get_by_role("link", name="next").click()
     expect(page.get_by_role("row")).to_have_count(21)
     page.get_by_role("link", name="Usage").click()
-    page.get_by_label("Retained by").fill("last:2")
+    page.get_by_label("Policies to try").fill("last:2")
     page.get_by_role("button", name="Preview").click()
     expect(page.locator(".tile", has_text="Would be freed")).to_contain_text("118 directories")
 

@@ -114,7 +114,7 @@ def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(watched, 
     expect(tip).to_be_visible()
     assert tip.inner_text() == page.locator("#treemap-text").inner_text() != smallest
     page.locator("summary", has_text="Areas as a table").click()
-    assert page.locator("#treemap-table tbody tr").count() > 200
+    assert page.locator("#treemap-table tbody tr").count() > 150
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

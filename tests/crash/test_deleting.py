@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import treeckpt as tc
+from tests.crash.deleting import CRASHED
 from tests.helpers.world import assert_equal, whole_tree
 from treeckpt._core.format.files import step_name, step_of
+from treeckpt._io.storage.open import open_run
 from treeckpt._runs.discovery import scan
+from treeckpt._runs.failures import DIRECTORY, failures_of
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -43,10 +46,12 @@ def check(run: Path) -> int:
         assert tc.verify(run / step_name(step)).ok
     report = RunDirectory(run).clean([Last(2)])
     assert not report.failed and list(report.kept) == [3, 4]
+    kept = (step_name(3), step_name(4), DIRECTORY)
     # an empty directory, if that is all that is left, is young: a save might be about to begin there
-    assert [path for path in run.rglob("*") if path.is_file() and path.parent.name not in map(step_name, (3, 4))] == []
+    assert [path for path in run.rglob("*") if path.is_file() and path.parent.name not in kept] == []
     assert sorted(p.name.partition("-")[0] for p in (run / step_name(3)).iterdir())[:2] == ["index.json", "shard"]
     assert len(list((run / step_name(3)).iterdir())) == 3
     RunDirectory(run).clean([Last(2)], grace=0)
-    assert sorted(path.name for path in run.iterdir()) == [step_name(3), step_name(4)]
+    assert open_run(run).names() == [step_name(3), step_name(4)]
+    assert [(row.save_id, row.what) for row in failures_of(open_run(run), scan(run)).rows] == [(CRASHED, "unfinished")]
     return len(whole)

@@ -29,7 +29,9 @@ from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.process import this_process
 from treeckpt._io.storage import kept_files
 from treeckpt._io.storage.kept_files import LAPSE
-from treeckpt._io.storage.open import open_store
+from treeckpt._io.storage.open import open_run, open_store
+from treeckpt._runs.discovery import scan
+from treeckpt._runs.failures import failures_of
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -98,6 +100,13 @@ def expected_at(path: object) -> set[str]:
     index = tc.inspect(str(path))
     files = {stored_name(index.save_id, sidecar.name) for sidecar in index.sidecars}
     return {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)} | files
+
+
+def failed_steps(run: Path) -> list[int | None]:
+    """The steps of the saves that were killed, as the command lists them, the first one first."""
+    rows = failures_of(open_run(run), scan(run)).rows
+    assert {row.what for row in rows} == {"killed"} and all("was killed" in row.text for row in rows)
+    return [row.step for row in reversed(rows)]
 
 
 def check_alone(path: object, seed: int) -> None:
@@ -303,7 +312,7 @@ def test_ls_says_at_once_that_a_save_was_killed(
 
 def test_after_many_kills_only_the_checkpoints_that_are_kept_are_there(savers: Savers, tmp_path: Path) -> None:
     run, chance = tmp_path / "run", random.Random(3)
-    last = 0
+    last, killed = 0, list[int]()
     for _ in range(25):
         with tc.Manager(run, keep=2, background=False) as manager:  # the training resumes, saves, and dies at the next
             assert last == (manager.latest() or 0)
@@ -314,10 +323,13 @@ def test_after_many_kills_only_the_checkpoints_that_are_kept_are_there(savers: S
         how = chance.choice([*KILLS, "reading"])
         savers.save(run / step_name(last if how == "reading" else last + 1), how, last + 1)
         last += how == "committed"
+        killed += [last + 1] * (how in ("kill", "publish"))
+    assert failed_steps(run) == killed, "the last one is still there"
     with tc.Manager(run, keep=2, background=False) as manager:
         assert not manager.clean().left
         assert manager.steps() == [last - 1, last]
-    assert sorted(os.listdir(run)) == [step_name(last - 1), step_name(last)]
+    assert open_run(run).names() == [step_name(last - 1), step_name(last)]
+    assert failed_steps(run) == killed, "they stay in the list when their files have gone"
     for step in (last - 1, last):
         assert names_at(run / step_name(step)) == expected_at(run / step_name(step))
 

@@ -16,6 +16,7 @@ from tests.crash.two_hosts import HOSTS, disk, save, train, whole_job
 from tests.helpers.world import Switch, assert_holds
 from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._runs.failures import DIRECTORY
 from treeckpt._runs.leftovers import clean_checkpoint
 from treeckpt._runs.run import RunDirectory
 
@@ -68,7 +69,7 @@ def check_next_job(place: Path, what: str) -> None:
     assert seed_on_both(place) == 3
     clean_alone(place)
     for host in range(HOSTS):
-        files = [path for path in disk(place, host).rglob("*") if path.is_file()]
+        files = [path for path in disk(place, host).rglob("*") if path.is_file() and path.parent.name != DIRECTORY]
         kinds = sorted(owned.kind if (owned := parse_file_name(path.name)) else path.name for path in files)
         assert kinds == ["index", "shard", "shard", "sidecar", "timings"], files
 

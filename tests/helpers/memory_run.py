@@ -61,7 +61,8 @@ class MemoryRun(RunStore):
         return f"memory://{self._name}"
 
     def names(self) -> list[str]:
-        return sorted(name for name, store in self.stores.items() if store.changed_ns is not None)
+        made = (name for name, store in self.stores.items() if store.changed_ns is not None)
+        return sorted(name for name in made if not name.startswith("."))
 
     def folder(self, name: str) -> Store:
         return self.stores.setdefault(name, _TimedStore(self, name))

@@ -21,6 +21,7 @@ from treeckpt._inspect.profile import profile_of
 from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog, discovery
+from treeckpt._runs.repair_advice import repair_advice
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 
@@ -61,11 +62,15 @@ def test_a_step_that_lost_only_its_index_names_the_command_that_makes_it_again(t
         index = write_checkpoint(tmp_path / f"step_{step:08d}", step=step)
         (tmp_path / f"step_{step:08d}" / INDEX_NAME).unlink()
     next((tmp_path / "step_00000001").glob("shard-00001-*")).unlink()
-    errors = {info.step: info.error for info in discovery.scan(tmp_path)}
-    assert errors[1] == "no index: the save is under way, or never finished"
-    repair = "treeckpt verify {} --repair makes it again if they are whole; the next save to it, or gc, removes them"
-    all_there = f"no index, though shards of all {index.world} ranks are there: "
-    assert errors[2] == all_there + repair.format(tmp_path / "step_00000002")
+    found = {info.step: info for info in discovery.scan(tmp_path)}
+    assert found[1].error == "no index: the save is under way, or never finished"
+    all_there = (
+        f"no index, though shards of all {index.world} ranks are there; the next save to it, or gc, removes them"
+    )
+    assert found[2].error == all_there
+    repair, gc = repair_advice(found[2]), repair_advice(found[1])
+    assert repair.command == f"treeckpt verify {tmp_path / 'step_00000002'} --repair"
+    assert gc.command == f"treeckpt gc {tmp_path / 'step_00000001'}"
 
 
 def test_a_save_under_way_with_all_its_shards_is_no_lost_index(tmp_path):

@@ -15,6 +15,7 @@ import treeckpt as tc
 from tests.helpers.background import Gate, GatedRun
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
+from treeckpt._io.storage.open import open_run
 from treeckpt._loading.options import ONLY_OF_LOAD, LoadKeywords
 from treeckpt._runs import options as manager_options
 from treeckpt.policy import Best, EveryPeriod, EverySteps, Last, Steps
@@ -187,7 +188,7 @@ def test_a_pinned_save_that_is_skipped_or_refused_leaves_no_pin(tmp_path: Path) 
         gate.open.set()
     with pytest.raises(tc.TreeError):
         made.save(3, {"s": object()}, pin=True)
-    assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
+    assert open_run(tmp_path).names() == [step_name(1)]
 
 
 def test_a_pinned_save_that_fails_behind_the_training_leaves_no_pin(tmp_path: Path) -> None:

@@ -4,18 +4,14 @@ import pytest
 
 import treeckpt as tc
 from treeckpt._core.format.lineage import MAX_KEEP, Lineage
-from treeckpt._runs.active_saves import SaveUnderWay
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.discovery import scan
+from treeckpt._runs.run_state import SavePattern, save_pattern
 from treeckpt._runs.usage import (
     DAY,
-    ENDED,
     WEEK,
-    SavePattern,
-    is_live,
     project,
     recorded_policies,
-    save_pattern,
     seconds_until_full,
     usage_of_run,
 )
@@ -106,23 +102,6 @@ def test_a_step_of_an_abandoned_branch_is_replaced_and_other_directories_stay():
 
 def _fields(info):
     return {name: getattr(info, name) for name in info.__struct_fields__}
-
-
-def test_a_run_is_live_while_a_save_is_in_progress_or_the_last_one_is_not_much_older_than_usual():
-    pattern = SavePattern(600.0, 1, 1)
-    recent, old = run_of(5, seconds=600), run_of(5, seconds=600, ago=526 * DAY)
-    assert is_live(recent, pattern, NOW) and not is_live(old, pattern, NOW)
-    assert is_live(run_of(5, ago=ENDED + 1), SavePattern(3600.0, 1, 1), NOW)
-    assert not is_live(run_of(1, ago=ENDED + 1), None, NOW) and is_live(run_of(1), None, NOW)
-    save = SaveUnderWay("0" * 16, 6, 1, 1, "write", 1, 2, NOW, NOW)
-    saving = CheckpointInfo("step_00000006", "", "partial", 6, saving=(save,))
-    assert is_live([saving, *old], pattern, NOW)
-    killed = CheckpointInfo(**{**_fields(saving), "saving": (tc_replace(save, state="killed"),)})
-    assert not is_live([killed, *old], pattern, NOW)
-
-
-def tc_replace(struct, **changes):
-    return type(struct)(**{name: getattr(struct, name) for name in struct.__struct_fields__} | changes)
 
 
 def test_only_live_runs_grow_and_under_their_own_policy():

@@ -31,8 +31,10 @@ from .._runs import discovery
 from .._runs.active_saves import under_way_text
 from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
 from .._runs.discovery import is_checkpoint, scan
+from .._runs.failures import SHOWN_DAYS
 from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
@@ -43,11 +45,12 @@ from .._runs.run_metrics import (
     run_metric,
     sum_nbytes,
 )
-from .._runs.run_state import status_of_run
+from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
+from .failures import show_failures
 from .usage import policies_from, show_usage
 
 METRICS = 4
@@ -60,7 +63,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
             killed; in progress, stalled: a save that may still publish one; unread: it could not be read, and nothing
             is known; foreign: files of another program; run: a run itself. What is not healthy, as a metric or
             elements that are NaN, is named below. "abandoned branch": the newest checkpoint does not descend from it,
-            as the training went back before it
+            as the training went back before it. Below is whether the run is finished, stopped, alive or late
   step      of the training
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
@@ -100,6 +103,14 @@ def add_ls(commands: Commands) -> None:
         metavar="POLICIES",
         help="with --usage: try these policies too, as 'last:3 every:1000 best:loss:min:2'",
     )
+    ls.add_argument(
+        "--failures",
+        action="store_true",
+        help="list the saves that failed or were killed, also those whose files are gone, with their errors",
+    )
+    ls.add_argument(
+        "--days", type=_days, default=SHOWN_DAYS, metavar="N", help="with --failures: of the last N days (%(default)g)"
+    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -114,6 +125,8 @@ def _ls(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
+        if options.failures and len(infos) == 1 and is_checkpoint(run):
+            return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
         listed += infos
         infos_of[run] = infos
         if not options.json:
@@ -121,6 +134,9 @@ def _ls(options: argparse.Namespace) -> int:
             others |= _others_among(run, infos)
     if options.usage:
         show_usage(infos_of, options.keep, as_json=options.json)
+        return 0
+    if options.failures:
+        show_failures(infos_of, options.days, as_json=options.json)
         return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
@@ -138,11 +154,16 @@ def _ls(options: argparse.Namespace) -> int:
     for info in listed:
         if info.problem and (info.status != "foreign" or is_step_name(info.name)):
             print_line(f"{info.name}: {info.problem}", "dim")
+        if (advice := repair_advice(info)) is not None:
+            print_line(f"{info.name}: {advice.text}", "dim")
         if info.unhealthy:
             print_line(f"{info.name}: not healthy: {info.unhealthy}", "dim")
         print_saves_under_way(info)
         if steps := runs.get(info.path):
             print_line(f"{info.name}: a run of {count_text(steps, 'step')}, which treeckpt ls {info.path} lists")
+    for run, infos in infos_of.items():
+        if any(info.status != "foreign" for info in infos) and not is_checkpoint(run):
+            print_line(f"{visible(run)}: {activity_at(signs_of_run(infos), time.time_ns()).text}")
     return 0
 
 
@@ -157,6 +178,8 @@ class RunRow(msgspec.Struct, frozen=True):
     run: str
     status: Status | None
     """What `status_of_run` says; None without a directory."""
+    activity: RunActivity
+    """Whether it still trains."""
     complete: int
     """Complete checkpoints."""
     nbytes: int
@@ -181,8 +204,16 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             listed = [with_verification(info, open_store(info.path), known) for info in listed]
             newest = next(filter(is_good, listed), None)
             metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
-            complete = sum(info.status == "complete" for info in listed)
-            rows.append(RunRow(path, status_of_run(listed), complete, sum_nbytes(listed), newest, metrics))
+            row = RunRow(
+                run=path,
+                status=status_of_run(listed),
+                activity=activity_at(signs_of_run(listed), time.time_ns()),
+                complete=sum(info.status == "complete" for info in listed),
+                nbytes=sum_nbytes(listed),
+                newest=newest,
+                metrics=metrics,
+            )
+            rows.append(row)
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
@@ -194,7 +225,7 @@ def _ls_metrics(options: argparse.Namespace) -> int:
         print_table(
             list(columns),
             list(zip(*columns.values(), strict=True)),
-            right=[name for name in columns if name not in ("run", "status")],
+            right=[name for name in columns if name not in ("run", "status", "activity")],
         )
     return 0
 
@@ -204,6 +235,7 @@ def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:
     columns = {
         "run": [visible(row.run) for row in rows],
         "status": [STATUS_TEXTS.get(row.status, row.status) if row.status else "-" for row in rows],
+        "activity": [row.activity.state for row in rows],
         "complete": [f"{row.complete}" for row in rows],
         "size": [size(row.nbytes) for row in rows],
         "newest": ["-" if row.newest is None else f"{id_of(row.newest)}" for row in rows],
@@ -378,6 +410,10 @@ def _number(text: str, kind: type[int] | type[float], least: float, what: str) -
 
 def _count(text: str) -> int:
     return _number(text, int, 1, "a number from 1 on")
+
+
+def _days(text: str) -> float:
+    return _number(text, float, 0, "a number of days")
 
 
 def _seconds(text: str) -> float:

@@ -22,6 +22,7 @@ from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog, discovery
 from .._runs.catalog import CheckpointInfo
 from .._runs.progress_bar import counting_bar, stores_bar
+from .._runs.repair_advice import repair_advice
 from .._runs.statistics_store import StatisticsStore
 from .._runs.verification import (
     NO_CACHE,
@@ -94,6 +95,11 @@ def _verify(options: argparse.Namespace) -> int:
         files = count_text(len(report.leftovers), "file")
         text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
         print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
+    if report.problems and not options.repair:
+        info = catalog.read_info(path, follow=True, or_unread=True)
+        known = VerificationStore(cache_directory())
+        if (advice := repair_advice(catalog.with_verification(info, open_store(path), known))) is not None:
+            print_line(f"  {advice.text}")
     if options.repair and report.lost:
         more = f" and {len(report.lost) - SHOWN_LINES} more; --json gives all" if len(report.lost) > SHOWN_LINES else ""
         print_line(f"  lost: {', '.join(path or '<root>' for path in report.lost[:SHOWN_LINES])}{more}", "red")
@@ -147,7 +153,8 @@ def _verify_run(options: argparse.Namespace, infos: Sequence[CheckpointInfo]) ->
         if some:
             print_line(f"not verified, as they {_LEFT_OUT[why]}: {', '.join(info.name for info in some)}", "yellow")
     for info in left_out["no index"][:SHOWN_LINES]:
-        print_line(f"  {info.name}: {info.error}", "yellow")
+        advice = repair_advice(info)
+        print_line(f"  {info.name}: {info.error}{f'. {advice.text}' if advice is not None else ''}", "yellow")
     return _exit_code(reports.values())
 
 

@@ -7,6 +7,7 @@ characters as escapes, and `value_text` is bounded in length and depth whatever 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Context
@@ -108,6 +109,15 @@ def ago_text(seconds: float) -> str:
         if (count := int(seconds // unit)) >= 1:
             return f"{count:,} {name}{'s' * (name == 'day' and count > 1)} ago"
     return "just now"
+
+
+def shell_quoted(text: str) -> str:
+    """Quotes an argument for bash and zsh; anything but printable ASCII is written as escapes."""
+    if text.isascii() and text.isprintable():
+        return shlex.quote(text)
+    data = text.encode("utf-8", "surrogateescape")
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(plain)}'"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -310,7 +310,7 @@ class _DirectoryState:
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
         groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
-            if owned.kind not in ("lease", "pin", "index", "verdict", *_LOCKS):
+            if owned.kind not in ("lease", "pin", "index", "verdict", "ended", *_LOCKS):
                 groups.setdefault(owned.save_id, []).append((file, owned))
         self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
         self.fresh: set[str | None] = set()
@@ -362,7 +362,7 @@ class _DirectoryState:
                 gone = True
             elif (
                 owned.kind in ("pin", "index")
-                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict"))
+                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict", "ended"))
                 or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
             ):
                 gone = False
@@ -405,7 +405,8 @@ class _DirectoryState:
                 files = [f for f, o in self.ours if is_undecided(f.name) or (o.kind in _LOCKS and f.alive is False)]
                 return self._leftovers(files, directory=False)
             return RetainedDirectory(
-                name, "pinned, though it has no index: rebuild the index, or unpin it to have it removed"
+                name,
+                "pinned, though it has no index: treeckpt verify --repair makes it again; unpinned, it is removed",
             )
         if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
             return RetainedDirectory(name, "no index: its repair was cut short; repair it again")

@@ -257,7 +257,7 @@ class ReadBatch:
                 path,
                 expected=f"chunks that hold each of {piece.region.size} elements once",
                 found=f"{covered} elements" if covered != piece.region.size else "chunks that overlap",
-                hint="The index does not describe the whole array; try treeckpt rebuild-index",
+                hint="The index does not describe the whole array; try treeckpt verify --repair",
             )
         for chunk, box in zip(chunks, boxes, strict=True):
             if box is not None and box.size:
@@ -323,13 +323,15 @@ class ReadBatch:
         limit = min(READ_LIMIT, max(memory // READERS // BLOCK * BLOCK - 2 * BLOCK, BLOCK))
         return limit, self.checkpoint.store.traits.request_nbytes
 
-    def requests(self) -> list[Read]:
-        """Returns the reads that a load by default carries out, each one request; opens no shard and takes no memory.
+    def requests(self, *, verify: bool = True) -> list[Read]:
+        """Returns the reads that a load carries out, each one request; opens no shard and takes no memory.
 
-        Checksums are compared, of blocks of the usual size.
+        Args:
+            verify: compares checksums, of blocks of the usual size, as a load does by default.
         """
         limit, size = self._request_nbytes(default_memory(self.checkpoint.store.traits))
-        return self._plan(self.wanted, {read.file.name: BLOCK for read in self.wanted}, limit, size, allocate=False)
+        steps = {read.file.name: BLOCK if verify else PAGE_NBYTES for read in self.wanted}
+        return self._plan(self.wanted, steps, limit, size, allocate=False)
 
     @property
     def _far(self) -> bool:

@@ -4,7 +4,7 @@
 the files do not change; `scan` does so for every directory of a run, on a disk, in memory or in an object store. What
 cannot be read is reported with its state and is not raised: directories of other programs, saves that never finished,
 indexes that do not decode. Only a store that cannot be reached or read, or that refuses, raises. Links are not
-followed. No shard is opened; `verify` does that.
+followed. No shard is opened, but of a save that was killed the first bytes; `verify` reads them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from .._core.format.files import (
     PIN_NAME,
     CheckpointId,
+    ended_name,
     id_name,
     is_step_name,
     parse_file_name,
@@ -55,6 +56,7 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
+from .run_end import RunEnd, read_end
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
@@ -173,6 +175,7 @@ class DiskInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 FilesStatus = Literal["complete", "partial", "damaged", "unread", "foreign"]
+FilesFault = Literal["", "index_lost", "index_damaged", "files_lost", "files_long", "unfinished"]
 Status = Literal["complete", "damaged", "partial", "in_progress", "stalled", "unread", "foreign", "reading"]
 STATUS_TEXTS: dict[Status, str] = {"in_progress": "in progress"}
 """How a status is written for people, where that is not its name."""
@@ -207,6 +210,10 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Bytes of the arrays on all ranks together, with every replica counted."""
     error: str | None = None
     """What is wrong; of a complete checkpoint, whose tree loads, a sidecar file that is lost or of another size."""
+    fault: FilesFault = ""
+    """What the names and sizes of its files show to be wrong: index_lost: shards of all ranks are there, and no index;
+    files_lost: shards or sidecar files are missing or cut short; files_long: shards go on behind their end; unfinished:
+    what a save that has ended without an index, or a deletion that was cut short, has left."""
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()
@@ -221,6 +228,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Whether a file beside it says that a verification found changed bytes."""
     deleting: bool = False
     """Whether it has no index, and a file says that a deletion has taken it away."""
+    ended: RunEnd | None = None
+    """How the run ended after it, if a manager has said so beside it; it counts only if no save began since."""
     disks: tuple[DiskInfo, ...] = ()
     """Of a node-local checkpoint, its disks. It is complete where what is not here belongs on other disks."""
     verification: Verification | None = None
@@ -362,13 +371,6 @@ def step_info(info: CheckpointInfo) -> StepInfo:
         abandoned=info.abandoned,
         damaged=info.damaged,
     )
-
-
-def lost_index_text(path: str, world: int) -> str:
-    """Returns what is wrong with a checkpoint at a path that has the shards of all ranks, and lacks only the index."""
-    ranks = f"all {world} ranks" if world > 1 else "its only rank"
-    repair = f"treeckpt verify {visible(path)} --repair makes it again if they are whole"
-    return f"no index, though shards of {ranks} are there: {repair}; the next save to it, or gc, removes them"
 
 
 OnRead = Callable[[int, int], object]
@@ -606,6 +608,10 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
             raise
         except TreeckptError as error:
             nbytes = sum(files[file].nbytes for file in files if parse_shard_name(file) is not None)
+            # other hints say what else to do, as of an index of a newer version, which a repair must not replace
+            damaged = "verify --repair" in error.hint
+            if damaged:
+                error = TreeckptError(error.path, expected=error.expected, found=error.found)
             return CheckpointInfo(
                 name,
                 folder.place,
@@ -614,6 +620,7 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
                 nbytes=nbytes,
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
+                fault="index_damaged" if damaged else "",
             )
         for file, _ in (*summary.sizes, *summary.sidecars):
             # What is there and no regular file is a link: this raises that it is not followed, which is no damage.
@@ -661,6 +668,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
     with contextlib.suppress(TreeckptError):  # a checkpoint is complete without timings
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
+    mark = files.get(ended_name(summary.save_id)) if durations is not None else None
     problem = _problem("shards", summary.sizes_here(files), files)
     return CheckpointInfo(
         name=folder.name,
@@ -677,11 +685,15 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
         error=problem or _problem("sidecar files", summary.sidecars, files),
+        fault=_fault((*summary.sizes_here(files), *summary.sidecars), files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         found_damaged=verdict_name(summary.save_id) in files,
         saving=_saving(folder, files, summary.save_id),
         lineage=summary.lineage,
+        ended=read_end(folder, summary.save_id, mark, durations)
+        if mark is not None and durations is not None
+        else None,
         disks=disks_of(summary, files),
     )
 
@@ -715,24 +727,36 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
     return f"{len(bad)} of {len(sizes)} {what} are not as saved: {name} {now}"
 
 
+def _fault(sizes: Sequence[tuple[str, int]], files: Files) -> FilesFault:
+    if any(name not in files or files[name].nbytes < size for name, size in sizes):
+        return "files_lost"
+    return "files_long" if any(files[name].nbytes > size for name, size in sizes) else ""
+
+
 def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointInfo:
     shards = {n: parsed for n in files if (parsed := parse_shard_name(n)) is not None}
     newest = max(shards, key=lambda n: files[n].modified_ns, default=None)
     text, seconds, saving = "no index: the save is under way, or never finished", None, _saving(folder, files)
     world = saves_of_all_ranks(shards).get(shards[newest][0]) if newest else None
-    if world and all(save.alive is False for save in saving):
-        text = lost_index_text(folder.place, world)
+    ended = all(save.alive is False for save in saving)
+    writing = {(save.save_id, rank) for save in saving for rank in save.writing} if ended else ()
+    whole = bool(world) and not any(_is_begun(folder, name) for name, of in shards.items() if of[:2] in writing)
+    fault: FilesFault = ("index_lost" if whole else "unfinished") if ended else ""
+    if fault == "index_lost" and world:
+        ranks = f"all {world} ranks" if world > 1 else "its only rank"
+        text = f"no index, though shards of {ranks} are there; the next save to it, or gc, removes them"
     with contextlib.suppress(TreeckptError):
         took = _save_duration(folder, files, None, cache)
         seconds = took.seconds
-        text = f"no index: the save failed: {took.error}" if took.error else text
+        if took.error:
+            text, fault = f"no index: the save failed: {took.error}", "unfinished"
     kinds = {kind.kind: name for name in files if (kind := parse_file_name(name))}
     prepared, deleting = None, "deleted" in kinds
     if "prepared" in kinds:
-        text = "no index: whether its save was committed is known on the disks of other hosts"
+        text, fault = "no index: whether its save was committed is known on the disks of other hosts", ""
         prepared = prepared_summary(folder, kinds["prepared"])
     if deleting:
-        text = "no index: it is being deleted, or that was cut short and the next clean-up will finish it"
+        text, fault = "no index: it is being deleted, or that was cut short and gc will finish it", "unfinished"
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
     begun = [save.started_ns for save in saving]
     begun += [entry.modified_ns for name, entry in files.items() if parse_progress_name(name) is None]
@@ -749,10 +773,19 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         created_ns=min(begun, default=None),
         seconds=seconds,
         error=text,
+        fault=fault,
         pinned=PIN_NAME in files,
         saving=saving,
         deleting=deleting,
     )
+
+
+def _is_begun(folder: Store, name: str) -> bool:
+    """Whether a shard that was being written has no header yet: that is written last, and the size says nothing."""
+    first = bytearray(8)
+    with contextlib.suppress(TreeckptError, OSError):
+        folder.read_into(name, 0, memoryview(first))
+    return not any(first)
 
 
 def prepared_summary(folder: Store, name: str) -> Summary | None:

@@ -61,6 +61,7 @@ from ..reports import SaveReport
 from .catalog import step_info
 from .discovery import links_and_other_names, runs_below
 from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
+from .failures import SaveFailures
 from .notebook import run_html
 from .options import (
     Keep,
@@ -86,6 +87,7 @@ from .restore import (
     restore_from,
 )
 from .run import CheckpointSelector, RunDirectory, refuse_link
+from .run_end import EndMark
 from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
 
 if TYPE_CHECKING:  # they import torch
@@ -163,6 +165,7 @@ class Manager:
         self._on_each_disk = partial(act_on_disks, self._comm, self.directory, busy=self._pending.busy)
         self._other_names: dict[int, str] | None = None
         """The names of steps that are links, or that others named; None before the first save."""
+        self._end = EndMark(self.directory.store, self._comm.rank)
         self._exit: int | None = None
         self._loop = LoopState()
         self._reached: int | None = None
@@ -380,6 +383,7 @@ class Manager:
                 custom_metadata=metadata,
                 files=files,
                 lineage=lineage,
+                failures=SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None,
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -427,6 +431,7 @@ class Manager:
 
     def _start_clean(self, report: SaveReport | None) -> None:
         """Starts the clean-up after a save, unless its ranks see several disks: then they clean up together."""
+        self._end.note_saved(report)
         if self._comm.rank == 0 and (report is None or not report.disks):
             self.retention.start()
 
@@ -745,9 +750,10 @@ class Manager:
 
     @takes_no_save
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the pending saves, as `wait` does, and restores the signal handlers."""
+        """Waits for the pending saves, as `wait` does, restores the signal handlers, and marks the run as finished."""
         try:
             self.wait(timeout)
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         finally:
             self.schedule.close()
             self._loop.close()
@@ -761,6 +767,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end.error = error
         if isinstance(error, Exception):  # it matters more than errors of the saves; other ranks may be gone
             if self.schedule.signum and not self.stopping and is_of_workers(error):
                 self._save_broken_loop()
@@ -768,6 +775,7 @@ class Manager:
             self._loop.close()
             self._pending.drain(WAIT_AFTER_ERROR)
             self.retention.wait()
+            self._end.write(self.schedule.signum, stopping=self.stopping)
         else:
             self.close()
 

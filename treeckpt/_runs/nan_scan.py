@@ -223,6 +223,8 @@ def _proof(what: str, branch: Sequence[CheckpointInfo], counts: Sequence[int | N
     left += [f"{unreadable:,} damaged or unreadable"] * bool(unreadable)
     if at == total:
         known = total - flags.count(None)
+        if not known:
+            return f"Whether there is {what} is not known: {', '.join(left)}."
         if left:
             return f"No {what} in {known:,} of {count_text(total, 'step')}: {', '.join(left)}."
         return f"No {what} in {'any of the ' * (total > 1)}{count_text(total, 'step')}."

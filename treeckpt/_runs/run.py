@@ -84,6 +84,8 @@ from .catalog import (
     step_info,
     with_verification,
 )
+from .failures import FailureHistory
+from .repair_advice import repair_advice
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -129,6 +131,7 @@ class RunDirectory:
             refuse_file(self.url)
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
+        self.failures = FailureHistory(self.store)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
@@ -207,7 +210,8 @@ class RunDirectory:
         if info.files == "complete":
             return info
         foreign = describe_foreign(info.path) if info.files == "foreign" else None
-        found, hint = foreign or (info.error or info.files, "")
+        advice = repair_advice(info)
+        found, hint = foreign or (info.error or info.files, advice.text if advice is not None else "")
         if info.files == "damaged":
             raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
         raise self._not_found(step, found, hint, joined)
@@ -306,6 +310,7 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
+        self.failures.keep()  # what a full disk did not take before
         done = {"removed": tuple(removed), "left": tuple(left), "failed": tuple(failed), "dry_run": False}
         return msgspec.structs.replace(planned, **done)
 
@@ -392,6 +397,7 @@ class RunDirectory:
                 return "it is a link, and what it leads to stays"
             folder.remove_link()
             return ""
+        self.failures.keep_removed(folder, removal.files, committed=removal.save_id or "")
         if removal.what == "leftovers":
             return remove_leftovers(folder, removal)
         mark = deleted_name(removal.save_id or "", secrets.token_hex(8))

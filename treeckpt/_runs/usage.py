@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from statistics import median, median_low
 from typing import Literal
 
 import msgspec
 
 from ..policy import All, EveryPeriod, EverySteps, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
 from .catalog import CheckpointInfo, id_of, step_info
+from .run_state import SavePattern, activity_at, signs_of_run
 
-INTERVALS = 50
-"""The newest intervals between saves of which the median is the usual one."""
-ENDED = 3600.0
-"""Seconds without a new checkpoint after which a run is taken for ended, unless ENDED_INTERVALS take longer."""
-ENDED_INTERVALS = 20
 DAY, WEEK = 86_400.0, 7 * 86_400.0
 POINTS = (DAY, WEEK, 2 * WEEK)
 """Seconds from now for which bytes are computed; behind the last point they grow as between the last two."""
@@ -33,54 +28,6 @@ MAX_SAVES = 5_000
 PERIODS = 20
 """Checkpoints that a policy by period or step keeps, which are simulated all the same, within MOST_SAVES saves."""
 MOST_SAVES = 100_000
-
-
-class SavePattern(msgspec.Struct, frozen=True):
-    """How a run saves, by its newest saves."""
-
-    seconds: float
-    """From one save to the next, the median."""
-    steps: int
-    """Steps of the training between them, the median."""
-    nbytes: int
-    """Bytes of all files of one, the median."""
-
-
-def save_pattern(infos: Iterable[CheckpointInfo]) -> SavePattern | None:
-    """Returns how a run saves; None with fewer than two intervals between saves.
-
-    An interval is between a checkpoint and the one that it follows: where others between them were deleted since,
-    there is none. Checkpoints without a record of that follow the one that was begun before them.
-
-    Args:
-        infos: of the run, newest first.
-    """
-    saves = [info for info in infos if info.files == "complete" and not info.abandoned and info.created_ns]
-    pairs = list(islice((pair for pair in pairwise(saves) if _follows(*pair)), INTERVALS))
-    if len(pairs) < 2:
-        return None
-    return SavePattern(
-        median(_seconds_between(*pair) for pair in pairs),
-        median_low([max(1, (newer.step or 0) - (older.step or 0)) for newer, older in pairs]),
-        median_low([newer.disk_nbytes or 0 for newer, _ in pairs]),
-    )
-
-
-def _seconds_between(newer: CheckpointInfo, older: CheckpointInfo) -> float:
-    return ((newer.created_ns or 0) - (older.created_ns or 0)) / 1e9
-
-
-def _follows(newer: CheckpointInfo, older: CheckpointInfo) -> bool:
-    known = newer.lineage is None or newer.lineage.follows == older.save_id
-    return known and _seconds_between(newer, older) > 0
-
-
-def is_live(infos: Sequence[CheckpointInfo], pattern: SavePattern | None, now_ns: int) -> bool:
-    """Whether a run still saves: a save is in progress, or the last one is not much older than usual."""
-    if any(save.state == "in_progress" for info in infos for save in info.saving):
-        return True
-    newest = max((info.created_ns or 0 for info in infos if info.files == "complete"), default=0)
-    return now_ns - newest < max(ENDED, ENDED_INTERVALS * pattern.seconds if pattern else 0.0) * 1e9
 
 
 def recorded_policies(infos: Iterable[CheckpointInfo]) -> tuple[Policy, ...]:
@@ -137,7 +84,7 @@ class RunUsage(msgspec.Struct, frozen=True):
     nbytes: int
     """Bytes of all their files."""
     live: bool
-    """Whether the run still saves: see `is_live`."""
+    """Whether the run still saves: see `RunActivity.live`."""
     pattern: SavePattern | None
     """How it saves; None where too few saves followed each other to know."""
     projections: tuple[Projection, ...]
@@ -146,7 +93,7 @@ class RunUsage(msgspec.Struct, frozen=True):
 
     def at(self, infos: Sequence[CheckpointInfo], now_ns: int) -> RunUsage:
         """Returns the same at another time, at which the run may have ended."""
-        return msgspec.structs.replace(self, live=is_live(infos, self.pattern, now_ns))
+        return msgspec.structs.replace(self, live=activity_at(signs_of_run(infos), now_ns).live)
 
     @property
     def written_per_day(self) -> float | None:
@@ -183,12 +130,13 @@ def usage_of_run(
     if own := recorded or default:
         wanted.append(("recorded" if recorded else "dashboard", own))
     wanted.append(("all", (All(),)))
-    pattern = save_pattern(infos)
+    signs = signs_of_run(infos)
+    pattern = signs.pattern
     projections = tuple(project(infos, pattern, now_ns, each, source) for source, each in wanted) if pattern else ()
     return RunUsage(
         checkpoints=len(infos),
         nbytes=sum(info.disk_nbytes or 0 for info in infos),
-        live=is_live(infos, pattern, now_ns),
+        live=activity_at(signs, now_ns).live,
         pattern=pattern,
         projections=projections,
     )

@@ -67,6 +67,7 @@ from .._io.timing import Recorder
 from ..errors import CheckpointError, MismatchError
 from .options import (
     CommonOptions,
+    FailureSink,
     LineageSource,
     SaveOptions,
     check_files,
@@ -190,11 +191,17 @@ class AgreedSave(msgspec.Struct, frozen=True):
     known before anything is sent."""
     record: ProgressRecorder | None = None
     """The progress record of the save, on rank 0; it is to be ended with the save."""
+    failures: FailureSink | None = None
 
     def abandon(self, error: BaseException) -> None:
         """Tells the other ranks that this one leaves the save because of an error."""
         if self.round is not None:
             self.round.abandon(error)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Keeps in the run of a manager that the save has ended with an error."""
+        if self.failures is not None:
+            self.failures.failed(self.info.save_id, self.info.world, self.info.created_ns, error)
 
     def heartbeats(self) -> contextlib.AbstractContextManager[None]:
         """Tells the other ranks, while the body runs, that this one is alive."""
@@ -209,6 +216,7 @@ class AgreedSave(msgspec.Struct, frozen=True):
             self.abandon(error)
             if self.record is not None:
                 self.record.end()
+            self.report_failure(error)
             raise
 
     def looked(self) -> AgreedSave:
@@ -258,6 +266,10 @@ def agree(
         try:
             agreed = agreement.run(tree)
             return agreed
+        except BaseException as error:
+            if options.failures is not None and previous.error is None:  # else it is that of the save before
+                options.failures.failed(agreement.save_id, comm.size, recorder.created_ns, error)
+            raise
         finally:
             # of a save that is skipped or fails here no writer ends the record
             if agreed is None and agreement.record is not None:
@@ -352,7 +364,7 @@ class _Agreement:
         """Begins rank 0's look at the path, which keeps the record of the save."""
         first = first_progress(self.save_id, 0, self.comm.size, self.options.step, self.recorder.created_ns)
         self.record = ProgressRecorder(self.store, first)
-        self.look = PathLook(self.store, self.record, overwrite=self.options.overwrite)
+        self.look = PathLook(self.store, self.record, overwrite=self.options.overwrite, failures=self.options.failures)
 
     def _finish_look(self) -> None:
         """Waits for rank 0's look; of one rank not for that of an object store, which goes on beside the next steps."""
@@ -557,6 +569,7 @@ class _Agreement:
             lineage=self.options.lineage if rank == 0 else None,
             look=self.look,
             record=self.record,
+            failures=self.options.failures,
         )
 
 

@@ -177,6 +177,8 @@ class _BackgroundSave:
             # 9. The save has ended
             self._release()
             self._end_record()
+            if error is not None:
+                self._agreed.report_failure(error)
             self._pending.set_finished(report, error)
 
     @partial(takes_no_save, name="save_async", kind="save")
@@ -233,6 +235,7 @@ class _BackgroundSave:
             self._open_contexts.close()
             self._release()
             self._end_record()
+            self._agreed.report_failure(error)
             self._pending.set_finished(None, error)
             # the caller raises the error: the next save is not to fail with it
             self._pending.take_unreported_error()

@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, SupportsIndex, get_args
 
@@ -26,6 +26,7 @@ from .._core.format.lineage import Lineage
 from .._core.tree.structure import check_unicode
 from .._io.public_calls import check_group
 from .._io.storage.local_files import read_head
+from .._io.storage.store import Store
 from ..errors import CorruptError, TreeckptError, TreeError
 
 BusyPolicy = Literal["wait", "skip", "error"]
@@ -44,6 +45,21 @@ class LineageSource(Protocol):
 
         It is called on rank 0 after the ranks have agreed, and for a background save in the thread that saves.
         """
+        ...
+
+
+class FailureSink(Protocol):
+    """Keeps what is known of saves of a run that were not committed; for one save of a manager, on rank 0.
+
+    No method raises an error, or waits longer than the save itself would.
+    """
+
+    def failed(self, save_id: str, world: int, began_ns: int, error: BaseException) -> None:
+        """Keeps that the save has ended with an error."""
+        ...
+
+    def before_removal(self, folder: Store, names: Collection[str]) -> None:
+        """Keeps what these files, which are about to be deleted, show of dead saves."""
         ...
 
 
@@ -130,6 +146,8 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether ranks only agree on the plan: nothing is written, and the path is not looked at."""
     lineage: LineageSource | None = None
     """What gives a save of a manager its place in the run."""
+    failures: FailureSink | None = None
+    """What keeps failures of saves in the run of a manager."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore

@@ -99,6 +99,7 @@ def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> S
             agreed.abandon(error)  # before the files are removed, so that the others wait no longer
             if not isinstance(error, Exception):  # Ctrl-C
                 writer.withdraw(error)
+            agreed.report_failure(error)
             raise
     return save_report(agreed, ended)
 

@@ -38,7 +38,7 @@ from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
-from .options import CommonOptions
+from .options import CommonOptions, FailureSink
 from .shard_files import ShardFile, ShardSource, ShardWriting, write_files
 
 FileRow = tuple[int, int, int, int, int]
@@ -181,10 +181,14 @@ class PathLook:
     Args:
         record: it is to be ended with the save, however that ends.
         overwrite: whether a checkpoint may be replaced.
+        failures: is told of leftovers before they are removed.
     """
 
-    def __init__(self, store: Store, record: ProgressRecorder, *, overwrite: bool) -> None:
+    def __init__(
+        self, store: Store, record: ProgressRecorder, *, overwrite: bool, failures: FailureSink | None = None
+    ) -> None:
         self._store, self.record, self._overwrite, self._listing = store, record, overwrite, None
+        self._before_removal = failures.before_removal if failures is not None else None
         if store.traits.conditional:
             store.prepare()
             self._listing = call_in_thread(store.sizes, "treeckpt-listing")
@@ -246,7 +250,8 @@ class PathLook:
             with contextlib.suppress(CheckpointError):
                 # what cannot be read can be overwritten; its shards stay for rebuild-index until then
                 replaced = read_index(self._store).save_id
-        clear_leftovers(self._store, names.keys() - {self.record.name}, known=replaced)
+        others = names.keys() - {self.record.name}
+        clear_leftovers(self._store, others, known=replaced, before=self._before_removal)
         return replaced
 
 
@@ -740,6 +745,6 @@ def remove_files(store: Store, names: Iterable[str]) -> None:
 def remove_replaced(store: Store, save_id: str) -> None:
     """Deletes the files of a save that was overwritten."""
     found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
-    kinds = ("shard", "sidecar", "progress", "prepared", "verdict")
+    kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
     remove_files(store, [*names, timings_name(save_id)])

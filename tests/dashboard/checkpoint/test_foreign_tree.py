@@ -87,7 +87,7 @@ def test_the_list_of_runs_links_to_folders_of_other_formats_and_does_not_call_th
         client.app.state.library.watches[run["id"]].refresh(wait=300)
     html = client.get("/").text
     assert html.count("other format</span>") == 3 and "no checkpoint" not in html
-    for run, text in zip(runs, ("3 of other formats", "2 of other formats", "1 of another format"), strict=True):
+    for run, text in zip(runs, ("3 foreign", "2 foreign", "1 foreign"), strict=True):
         assert f'href="./runs/{run["id"]}">{text}</a>' in html
 
 

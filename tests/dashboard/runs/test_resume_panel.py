@@ -14,12 +14,12 @@ from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics, write_mixed_run
 from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
-from treeckpt._core.format.lineage import Lineage
+from treeckpt._core.text import shell_quoted
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.statistics_store import StatisticsStore
 from treeckpt._runs.verification import Verification, VerificationStore, cache_directory, verify_folder
 from treeckpt.policy import Best, parse_keep
-from treeckpt_dashboard.runs.summary import resume_facts, save_pace, shell_quoted
+from treeckpt_dashboard.runs.summary import resume_facts
 
 SECOND, NOW = 10**9, 2 * 10**18
 INTACT = Verification(
@@ -164,56 +164,45 @@ def test_a_shell_reads_the_quoted_name_and_no_invisible_character_is_pasted(name
     assert shown.stdout == name.encode("utf-8", "surrogateescape")
 
 
-@pytest.mark.parametrize(
-    ("age", "late", "ended"),
-    [(0, 0, 0), (2.9, 0, 0), (3.1, 1, 0), (19.9, 1, 0), (20, 0, 1), (10_000, 0, 1), (-5, 0, 0)],
-)
-def test_a_checkpoint_is_late_after_three_usual_intervals_until_the_run_is_taken_for_ended(age, late, ended):
-    quarter = 900
-    facts = facts_of(*(saved(10 - n, (age + n) * quarter) for n in range(8)))
-    pace = save_pace(facts, NOW, saving=False)
-    assert pace.interval == pytest.approx(quarter) and (pace.late, pace.ended) == (late, ended)
-    pace = save_pace(facts, NOW, saving=True)
-    assert (pace.late, pace.ended) == (late or ended, False), "a run that saves has not ended"
-    assert pace.age == pytest.approx(max(0, age * quarter))
-
-
-def test_a_run_is_not_taken_for_ended_within_an_hour_however_often_it_saves():
-    for age, late, ended in [(59, False, False), (61, True, False), (3599, True, False), (3600, False, True)]:
-        pace = save_pace(facts_of(*(saved(10 - n, age + n) for n in range(8))), NOW, saving=False)
-        assert (pace.late, pace.ended) == (late, ended)
-
-
-def test_the_usual_interval_is_between_saves_that_followed_each_other():
-    def follows(step, ago, before):
-        return saved(step, ago, lineage=Lineage(step, f"{before:x}"))
-
-    # between 1000, 2000 and 3000 others were deleted
-    listed = [follows(3002, 10, 3001), follows(3001, 20, 3000), follows(3000, 30, 2999), follows(2000, 9e3, 1999)]
-    assert facts_of(*listed).interval == pytest.approx(10)
-    assert facts_of(*listed[:2]).interval is None, "one interval is none that is usual"
-    assert save_pace(facts_of(*listed[:2]), NOW, saving=False).late is False
-
-
-def test_a_late_run_says_so_on_every_page_and_in_the_metrics(serve, tmp_path):
+def test_whether_a_run_trains_is_told_alike_by_pages_metrics_and_the_command(serve, tmp_path, capsys):
     start = time.time_ns() - 20 * 60 * SECOND - 6 * 60 * SECOND
-    client = serve(write_many(tmp_path / "late", 6, start_ns=start), write_many(tmp_path / "old", 6))
+    done = write_many(tmp_path / "done", 3)
+    with tc.Manager(done, keep=None) as manager:
+        manager.save(1000, {"x": 1})
+    runs = [write_many(tmp_path / "late", 6, start_ns=start), write_many(tmp_path / "old", 6), done]
+    client = serve(*runs)
     client.get("/api/v1/runs")
     for watch in client.app.state.library.watches.values():
         watch.refresh(wait=300)
-    late, old = client.get("/api/v1/runs").json()["runs"]
-    assert late["pace"]["late"] and late["pace"]["interval"] == 60 and 1200 <= late["pace"]["age"] < 1260
-    assert old["pace"]["ended"] and not old["pace"]["late"], "it ended long ago"
-    text = client.get(f"/runs/{late['id']}").text
-    assert "Last good checkpoint <time" in text and "20 min ago</time></strong>, usually every 60 s." in text
-    assert client.get("/").text.count('class="late-mark" title="usually every 60 s"') == 1
-    text = client.get(f"/runs/{old['id']}").text
-    assert "before that usually every 60 s: the run has ended, or stands still." in text and 'class="late"' not in text
-    assert client.get("/").text.count(">, none since</span>") == 1
+    shown = client.get("/api/v1/runs").json()["runs"]
+    assert [one["activity"]["state"] for one in shown] == ["late", "ended", "finished"]
+    assert shown[0]["activity"]["interval"] == 60 and 1200 <= shown[0]["good_age"] < 1260
     metrics = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    home = client.get("/").text
+    for run, one in zip(runs, shown, strict=True):
+        state, text = one["activity"]["state"], one["activity"]["text"]
+        main(["ls", str(run), "--metric", "loss", "--json"])
+        [said] = json.loads(capsys.readouterr().out)
+        changing = ("text",) if state == "late" else ()
+        assert {k: v for k, v in said["activity"].items() if k not in changing} == {
+            k: v for k, v in one["activity"].items() if k not in changing
+        }
+        main(["ls", str(run)])
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"{run}: {state}") and (state == "late" or last == f"{run}: {text}")
+        page = client.get(f"/runs/{one['id']}").text
+        assert f"{state[0].upper()}{state[1:]}" in page and text.partition(":")[2][:60] in page
+        assert ('class="late"' in page) == (state == "late")
+        assert f">{state}</span>" in home
+        numbers = {
+            s: metrics[f'treeckpt_run_state{{run="{run.name}",state="{s}"}}'] for s in ("late", "ended", "finished")
+        }
+        assert numbers == {s: f"{int(s == state)}" for s in numbers}
     assert metrics['treeckpt_save_interval_seconds{run="late"}'] == "60.0"
     assert 1200 <= float(metrics['treeckpt_newest_good_age_seconds{run="late"}']) < 1260
     assert metrics['treeckpt_newest_good_step{run="old"}'] == "600"
+    found = client.get("/api/v1/runs", params={"q": "finished"}).json()["runs"]
+    assert [one["name"] for one in found] == ["done"]
 
 
 def test_an_open_page_learns_that_a_checkpoint_is_late(serve, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from treeckpt._core.format.files import PIN_NAME
 from treeckpt._io.storage.store import StoreTraits
 from treeckpt._runs.discovery import scan
 from treeckpt.policy import parse_keep
+from treeckpt_dashboard.runs.failures import FailureLists, failures_page
 from treeckpt_dashboard.runs.model import ListQuery, run_page, runs_page
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.store.watch import DirectoryState, RunWatcher
@@ -159,8 +160,9 @@ def test_runs_of_other_stores_are_shown_too(serve):
 def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     library = Library([many])
     run = library.runs[0]
-    run_page(library, run.id)
     library.watches[run.id].refresh(wait=300)
+    failures = failures_page(library, FailureLists(library), run.id)
+    run_page(library, failures)
     info = library.watches[run.id].infos[0]
     named = {f"step_{n:08d}": msgspec.structs.replace(info, name=f"step_{n:08d}", step=n) for n in range(10_000)}
     store = SimpleNamespace(
@@ -168,10 +170,10 @@ def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     )
     library.watches[run.id] = RunWatcher(store, lambda f: DirectoryState(named[f.name], 1), clock=lambda: 0.0)
     library.watches[run.id].refresh(wait=300)
-    run_page(library, run.id)
+    run_page(library, failures)
     started = time.process_time()
     for sort in ("newest", "-time", "bytes"):
-        page = run_page(library, run.id, ListQuery(sort=sort, q="step", keep="last:3"))
+        page = run_page(library, failures, ListQuery(sort=sort, q="step", keep="last:3"))
         assert page.run.matching == 10_000
     assert time.process_time() - started < 1.5
 

@@ -127,7 +127,7 @@ def test_the_command_says_the_same_as_the_page(client, folder, capsys):
                 assert (found["value"], found["step"]) == (cell[kind], cell[f"{kind}_step"])
     assert main(["ls", str(folder / "base"), str(folder / "nan"), "--metric", "loss"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "status", "complete", "size", "newest", "loss"]
+    assert head.split() == ["run", "status", "activity", "complete", "size", "newest", "loss"]
     assert lines[0].endswith("2 at 3") and lines[1].endswith("NaN at 2")
 
 

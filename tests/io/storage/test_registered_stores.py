@@ -115,7 +115,7 @@ class SqliteRun(stores.RunStore):
 
     def names(self) -> list[str]:
         found = SqliteStore(self.url).rows("SELECT DISTINCT folder FROM files ORDER BY folder")
-        return [folder for (folder,) in found]
+        return [folder for (folder,) in found if not folder.startswith(".")]
 
     def folder(self, name: str) -> stores.Store:
         return SqliteStore(f"{self.url}?{name}")

@@ -9,6 +9,7 @@
     prepared.<save id>.json                      the index of a node-local save, until its commit is known on this disk
     deleting.<id>.json, repairing.<id>.json      a process is about to take away or replace the index
     damage.<save id>.json                        what a verification found wrong with the save; removed when it is whole
+    ended.<save id>.json                         the run ended after this save, see `_runs.run_end`
     lease.<id>.json                              a process is reading; renewed until it ends
     pinned.json                                  retention does not delete the checkpoint
     <one of these>.<id>.damaged                  a file that a repair has replaced
@@ -51,6 +52,7 @@ FileKind = Literal[
     "deleting",
     "repairing",
     "verdict",
+    "ended",
     "lease",
     "pin",
     "damaged",
@@ -64,6 +66,7 @@ _OF_PROCESS = re.compile(r"(lease|deleting|repairing)\.[0-9a-f]{16}\.json")
 _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
+_ENDED = re.compile(r"ended\.([0-9a-f]{16})\.json")
 _PROCESS_KINDS: dict[str, FileKind] = {"lease": "lease", "deleting": "deleting", "repairing": "repairing"}
 # without `re.ASCII` digits of any script would do, and two names could be those of one step
 _STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
@@ -97,6 +100,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
         return CheckpointFile("prepared", match[1])
     if (match := _VERDICT.fullmatch(name)) is not None:
         return CheckpointFile("verdict", match[1])
+    if (match := _ENDED.fullmatch(name)) is not None:
+        return CheckpointFile("ended", match[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = parse_file_name(match[1])
         return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
@@ -149,6 +154,11 @@ def lock_name(kind: LockKind, lock_id: str) -> str:
 def verdict_name(save_id: str) -> str:
     """Returns the name of the file that says what a verification found wrong with a save."""
     return f"damage.{save_id}.json"
+
+
+def ended_name(save_id: str) -> str:
+    """Returns the name of the file that says that the run has ended after a save."""
+    return f"ended.{save_id}.json"
 
 
 def damaged_name(name: str, repair_id: str) -> str:

@@ -540,7 +540,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
             path,
             expected=f"bytes inside the files of rank {rank}",
             found=f"{start}:{stop}",
-            hint="The index does not describe these shards; try treeckpt rebuild-index",
+            hint="The index does not describe these shards; try treeckpt verify --repair",
         )
 
     def chunks_of(self, leaf: Leaf, region: Region | None = None, *, rank: int | None = None) -> list[Chunk]:

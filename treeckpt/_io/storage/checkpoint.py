@@ -102,7 +102,7 @@ def read_index_bytes(store: Store) -> bytes:
             return taken[1]
         if shards := sum(parse_shard_name(name) is not None for name in names):
             found = f"{count_text(shards, 'shard')} of a save that never finished, or lost its index"
-            hint = "Load another step; if the index was lost, treeckpt rebuild-index makes it again"
+            hint = "Load another step; if the index was lost, treeckpt verify --repair makes it again"
         elif (foreign := describe_foreign(store.url)) is not None:
             expected, (found, hint) = f"a checkpoint of treeckpt ({INDEX_NAME})", foreign
         else:

@@ -658,17 +658,26 @@ def discard_prepared(store: Store, names: Collection[str], save_ids: Iterable[st
     return done
 
 
-def clear_leftovers(store: Store, names: Iterable[str], *, known: str) -> None:
+def clear_leftovers(
+    store: Store,
+    names: Iterable[str],
+    *,
+    known: str,
+    before: Callable[[Store, Collection[str]], object] | None = None,
+) -> None:
     """Removes what dead saves left at the path of a save. Errors are ignored: they must not make the save fail.
 
     Args:
         names: the files at the path.
         known: the id of the committed save; if there are only files of this save, nothing more is read.
+        before: called with the names of files that are about to be removed.
     """
     if not _has_other_saves(names, known):
         return
     with contextlib.suppress(Exception):
         removal = plan_removal(store, time.time_ns())
         if isinstance(removal, Removal):
+            if before is not None:
+                before(store, removal.files)
             # the directory stays, as a save writes there
             remove_leftovers(store, msgspec.structs.replace(removal, directory=False))
