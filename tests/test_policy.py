@@ -234,3 +234,25 @@ def test_the_last_are_those_saved_last_and_abandoned_branches_come_behind(infos,
 def test_of_equal_metrics_the_one_saved_later_is_the_best():
     infos = [StepInfo(30, 0, {"loss": 1.0}, sequence=30, abandoned=True), StepInfo(21, 0, {"loss": 1.0}, sequence=31)]
     assert [info.step for info in best_of(infos, Best("loss"))] == [21, 30]
+
+
+def test_a_period_longer_than_any_clock_keeps_the_first():
+    infos = [StepInfo(step, step * 10**9) for step in (1, 2, 3)]
+    assert set(kept(infos, parse_keep("period:1e300"))) == {1, 3}
+
+
+@pytest.mark.parametrize("metric", ["val loss", "a,b", "top+5", "100%", "a%20b", "loss:min", "\u3000x", "точность"])
+def test_the_name_of_a_metric_may_have_what_separates_policies(metric):
+    policies = (Best(metric, 2, "max"), Last(3))
+    assert parse_keep(keep_text(policies)) == policies
+
+
+def test_the_best_of_the_present_branch_stay_whatever_was_better_on_an_abandoned_one():
+    infos = [
+        StepInfo(10, 0, {"loss": 3.0}, sequence=1),
+        StepInfo(20, 0, {"loss": 1.0}, sequence=2, abandoned=True),
+        StepInfo(30, 0, {"loss": 2.0}, sequence=3, abandoned=True),
+        StepInfo(11, 0, {"loss": 4.0}, sequence=4),
+        StepInfo(12, 0, {"loss": 5.0}, sequence=5),
+    ]
+    assert set(kept(infos, [Best("loss")])) == {10, 20, 12}

@@ -10,7 +10,7 @@ the newest, whenever they were saved.
 
 Policies also have a form as one line of text, for links, command line and server: `last:3 every:1000 best:loss:min:2`.
 They are separated by spaces, commas or plus signs: `all`, `last:N`, `every:STEPS`, `period:SECONDS`, `steps:A;B;...`
-and `best:METRIC[:min|max][:N]`.
+and `best:METRIC[:min|max][:N]`. In the name of a metric these signs stand as in a URL: `best:val%20loss:min`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Real
 from typing import Literal, SupportsIndex
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -110,7 +111,8 @@ class Best(msgspec.Struct, frozen=True, tag="best"):
     """The `count` checkpoints with the smallest `metric`, or with `mode="max"` the largest; of equal ones the later.
 
     A checkpoint without the metric, or whose metric is NaN, is not chosen. But as long as no checkpoint of the run has
-    the metric (it is measured later, or its name is misspelt), all are kept.
+    the metric (it is measured later, or its name is misspelt), all are kept. Abandoned branches are counted separately:
+    the best of the present branch stay, whatever was better on another one.
 
     >>> tc.Manager("job", keep=[tc.policy.Best("accuracy", count=2, mode="max")]).close()
     """
@@ -204,7 +206,8 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int | str
     rated = best_of(ordered, policy)
     if not rated:
         return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
-    best = rated[: max(0, policy.count)]
+    branches = [[info for info in rated if info.abandoned is which] for which in (True, False)]
+    best = [info for branch in branches for info in branch[: max(0, policy.count)]]
     return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
 
 
@@ -235,7 +238,7 @@ def _periodic(ordered: Sequence[StepInfo], seconds: float) -> list[int | str]:
     chosen: list[int | str] = []
     last = None
     for info in ordered:
-        if last is None or info.created_ns < last or info.created_ns >= last + int(seconds * 1e9):
+        if last is None or info.created_ns < last or info.created_ns - last >= seconds * 1e9:
             chosen.append(info.step)
             last = info.created_ns
     return chosen
@@ -273,7 +276,8 @@ def _policy(word: str) -> Policy:
         if kind == "steps":
             return Steps(tuple(_count(part, least=0) for part in rest.split(";")))
         if kind == "best" and rest:
-            return parse_best(rest)
+            best = parse_best(rest)
+            return Best(unquote(best.metric), best.count, best.mode)
     except ValueError as error:
         raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}") from error
     raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}")
@@ -323,7 +327,8 @@ def _policy_text(policy: Policy) -> str:
         return "steps:" + ";".join(map(str, policy.steps))
     if isinstance(policy, EveryPeriod):
         return f"period:{_seconds_text(float(policy.seconds))}"
-    return f"best:{policy.metric}:{policy.mode}:{policy.count}"
+    metric = re.sub(r"[\s,+%]", lambda match: quote(match[0]), policy.metric)
+    return f"best:{metric}:{policy.mode}:{policy.count}"
 
 
 def _seconds_text(seconds: float) -> str:

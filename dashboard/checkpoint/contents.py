@@ -14,11 +14,12 @@ from treeckpt._core.format.records import Index
 from treeckpt._core.text import shape_text
 from treeckpt._inspect.outline import Outline
 from treeckpt._inspect.ranking import reason_of
+from treeckpt._runs.nan_scan import known_statistics
 from treeckpt._runs.statistics_store import LeafStatistics
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, filled, next_start, open_checkpoint, shorten
 from ..store.library import Library
-from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, statistics_of, summarize
+from .leaf_numbers import ContentsSummary, LeafNumbers, leaf_numbers, summarize
 from .verify import VerifyJobs
 
 ContentsOrder = Literal["unusual", "norm", "deviation", "largest", "tree"]
@@ -65,7 +66,7 @@ def contents_page(
     """The statistics of all arrays, the most unusual first; a verification computes them."""
     job, tree = jobs.shown(checkpoint_id), open_checkpoint(library, checkpoint_id)
     outline = tree.outline
-    statistics = _fitting(statistics_of(library, tree.checkpoint.info), outline)
+    statistics = _fitting(known_statistics(tree.checkpoint.info, library.cache.statistics), outline)
     order = _order(statistics, sort) if statistics is not None else np.empty(0, np.int64)
     if statistics is not None and q.strip():
         order = order[np.isin(statistics.columns["leaf"][order], np.fromiter(outline.matches(q), np.int64))]

@@ -28,12 +28,12 @@ from treeckpt._inspect.numbers import Moments
 from treeckpt._io.storage.store import Store
 from treeckpt._loading.peek import MAX_NBYTES, peek_blob
 from treeckpt._loading.table_row import TableRow, find_row, ids_of_table
-from treeckpt._runs.nan_scan import ElementPlace, element_place
+from treeckpt._runs.nan_scan import ElementPlace, element_place, known_statistics
 from treeckpt.errors import TreeckptError
 
 from ..pages.checkpoints import PAGE_ROWS, CheckpointRow, OpenTree, shorten
 from .chunks import MAX_HOLDERS, NO_FILE, ChunksPage, chunks_page, leaf_of, map_dims, parse_region, stored_leaf
-from .leaf_numbers import LeafNumbers, leaf_numbers, statistics_of
+from .leaf_numbers import LeafNumbers, leaf_numbers
 from .tree import Fact, NodeRow, node_row
 from .values import FileForm, file_forms, rank_at
 
@@ -154,7 +154,7 @@ def leaf_page(tree: OpenTree, number: int, start: int = 0, region: str = "", id:
         wanted=_nbytes(base.spec, wanted) if base.spec else 0,
         limit=MAX_NBYTES,
         numbers=leaf_numbers(moments) if moments is not None else None,
-        damaged=damage.holds(number),
+        damaged=damage.holds(number) or (chunks is not None and any(row.damaged for row in chunks.rows)),
         first_nan=places[0],
         first_infinite=places[1],
         table=table_path(ids.path) if ids is not None else None,
@@ -174,7 +174,7 @@ def _chosen_region(base: Leaf, text: str) -> tuple[Region | None, str | None]:
 
 def _moments_of(tree: OpenTree, base: Leaf) -> Moments | None:
     """Returns the statistics of an array; None if they are not known."""
-    statistics = statistics_of(tree.library, tree.checkpoint.info)
+    statistics = known_statistics(tree.checkpoint.info, tree.library.cache.statistics)
     row = statistics.row_of(base.path) if statistics is not None else None
     return statistics.row(row) if statistics is not None and row is not None else None
 

@@ -67,11 +67,6 @@ class LeafSteps(msgspec.Struct, frozen=True):
     """Checkpoints of which no statistics are known."""
 
 
-def statistics_of(library: Library, info: CheckpointInfo) -> LeafStatistics | None:
-    """Returns the statistics of a checkpoint's arrays; None if none are known of its files as they are now."""
-    return known_statistics(info, library.cache.statistics)
-
-
 def summarize(found: LeafStatistics) -> ContentsSummary:
     """Returns what the statistics of all arrays say."""
     columns = found.columns
@@ -82,7 +77,7 @@ def summarize(found: LeafStatistics) -> ContentsSummary:
 
 def summary_of(library: Library, info: CheckpointInfo) -> ContentsSummary | None:
     """Returns what the statistics of all arrays of a checkpoint say; None if none are known."""
-    statistics = statistics_of(library, info)
+    statistics = known_statistics(info, library.cache.statistics)
     return summarize(statistics) if statistics is not None else None
 
 
@@ -105,7 +100,7 @@ def leaf_steps(tree: OpenTree, number: int) -> LeafSteps:
     ]
     rows = [(info.step, i, info) for i, info in complete[:MAX_STEPS] if info.step is not None]
     for step, checkpoint_id, info in sorted(rows, key=lambda row: row[0]):
-        statistics = statistics_of(library, info)
+        statistics = known_statistics(info, library.cache.statistics)
         row = statistics.row_of(path) if statistics is not None else None
         if statistics is not None and row is not None:
             steps.ids.append(checkpoint_id)

@@ -15,7 +15,6 @@ from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, node_and_range, treemap_of
-from treeckpt_dashboard.checkpoint.repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 from ..pages.checkpoints import (
     PAGE_ROWS,
@@ -30,6 +29,7 @@ from ..pages.damage import Damage
 from ..pages.load_code import MAX_NAMED_LEAVES, SnippetPage, selecting_code
 from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
+from .repeated_blocks import RepeatedBlocks, find_repeated_blocks
 
 SCANNED = 100_000
 """Leaves that one request of a filtered search reads."""
@@ -113,6 +113,8 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     found: SearchPage | None
     contents: ContentsSummary | None
     """What the statistics of its arrays say; None if none are known."""
+    located: bool = True
+    """Whether it is known which leaves are damaged."""
 
 
 def node_row(index: Index, damage: Damage, row: OutlineRow) -> NodeRow:
@@ -245,6 +247,7 @@ def checkpoint_page(
         tree=tree_page(outline, damage, node, 0 if q else start),
         found=search_page(outline, damage, q, start) if q.strip() else None,
         contents=summary_of(library, opened.info),
+        located=damage.located,
     )
 
 

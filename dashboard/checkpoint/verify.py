@@ -151,6 +151,8 @@ class VerifyPage(msgspec.Struct, frozen=True):
     """How many rows there are."""
     rows: list[DamageRow]
     """All that is known to be damaged."""
+    located: bool
+    """Whether it is known which leaves are; until then a row stands for each range of bytes."""
 
 
 class _Job(ProcessJob):
@@ -212,36 +214,36 @@ def keep_damage(tree: OwnTree, part: DamagedPart) -> None:
     tree.library.cache.verifications.record(checkpoint.folder, damage, beside=False)
 
 
-def _damage_rows(damage: Damage, outline: Outline | None, found: Verification | None) -> list[DamageRow]:
-    """Returns a row for each damaged range and leaf; those of other files than shards come last."""
-    index, rows, shards = outline.index if outline is not None else None, list[DamageRow](), set[str]()
-    if index is not None:
+def _damage_rows(
+    damage: Damage, outline: Outline | None, found: Verification | None, first: int
+) -> tuple[list[DamageRow], int]:
+    """Returns a page of rows, one for each damaged range and leaf, and how many there are in all.
+
+    Those of other files than shards come last.
+    """
+    rows, shards = list[DamageRow](), {one.file for one in damage.bad}
+    if outline is not None:
+        index = outline.index
         numbers = {file.name: number for number, file in enumerate(index.file_list)}
-        shards = {one.file for one in damage.bad}
-        paths: dict[tuple[str, int, int], list[int]] = {}
-        for leaf, parts in damage.parts:
-            for part in parts:
-                paths.setdefault((part.file, part.start, part.stop), []).append(leaf)
-        for one in damage.bad:
-            leaves = paths.get((one.file, one.start, one.stop)) or [None]
-            rows += [
-                DamageRow(
-                    file=visible(one.file),
-                    number=numbers[one.file],
-                    start=one.start,
-                    stop=one.stop,
-                    leaf=leaf,
-                    path="" if leaf is None else shorten(index.entries[leaf].path),
-                    text=visible(one.why),
-                )
-                for leaf in leaves
-            ]
+        rows = [
+            DamageRow(
+                file=visible(one.file),
+                number=numbers[one.file],
+                start=one.start,
+                stop=one.stop,
+                leaf=leaf,
+                path="" if leaf is None else shorten(index.entries[leaf].path),
+                text=visible(one.why),
+            )
+            for one, leaf in damage.rows_from(first, PAGE_ROWS)
+        ]
     others = [part for part in (found.problems if found is not None else ()) if part.file not in shards]
+    start = max(0, first - damage.rows)
     rows += [
         filled(DamageRow, part, file=visible(part.file), number=None, leaf=None, path="", text=visible(part.text))
-        for part in others
+        for part in others[start : start + PAGE_ROWS - len(rows)]
     ]
-    return rows
+    return rows, damage.rows + len(others)
 
 
 class VerifyJobs(JobQueue[_Job]):
@@ -276,14 +278,15 @@ class VerifyJobs(JobQueue[_Job]):
         row = checkpoint_row(checkpoint_id, checkpoint.run, info)
         outline = self._library.outline(checkpoint) if info.leaves is not None else None
         damage = OpenTree(self._library, checkpoint, row, outline).damage if outline is not None else NO_DAMAGE
-        rows = _damage_rows(damage, outline, info.verification)
+        rows, total = _damage_rows(damage, outline, info.verification, first)
         return VerifyPage(
             checkpoint=row,
             shards=len(outline.index.file_list) if outline is not None else None,
             start=first,
-            next=next_start(first, len(rows)),
-            total=len(rows),
-            rows=rows[first : first + PAGE_ROWS],
+            next=next_start(first, total),
+            total=total,
+            rows=rows,
+            located=damage.located,
             running=shown is not None and shown.open,
             job=shown,
             contents=summary_of(self._library, info),

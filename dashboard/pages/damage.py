@@ -7,25 +7,36 @@ short.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import lru_cache, partial
 
 import msgspec
+import numpy as np
 
-from treeckpt._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves
+from treeckpt._core.format.byte_map import BadBytes, unreadable_leaves
 from treeckpt._inspect.outline import Outline
 from treeckpt._runs.verification import Verification
+from treeckpt._threads import call_in_thread
+
+LOCATE_WAIT = 0.5
+"""Seconds for which a page waits until it is known which leaves are damaged; then it says that it is not."""
+_NO_LEAVES = np.empty(0, np.int64)
 
 
-class Damage(msgspec.Struct, frozen=True):
+class Damage(msgspec.Struct, frozen=True, eq=False):
     """What is damaged."""
 
     bad: tuple[BadBytes, ...] = ()
     """By the shard and where they start; `why` is a sentence."""
-    parts: tuple[tuple[int, tuple[DamagedLeaf, ...]], ...] = ()
-    """The numbers of the leaves that cannot be read, rising, each with the bytes that are the cause."""
-    leaves: tuple[int, ...] = ()
-    """These numbers."""
+    parts: tuple[np.ndarray, ...] = ()
+    """The numbers of the leaves that cannot be read because of each of them, rising."""
+    located: bool = True
+    """Whether it is known which leaves these are; of a million leaves that takes a while."""
+    leaves: np.ndarray = _NO_LEAVES
+    """All these numbers."""
+    ranges: dict[str, tuple[list[int], list[int]]] = {}
+    """Of each shard where damaged bytes start, and how far those up to each of these reach."""
 
     def holds(self, leaf: int) -> bool:
         """Whether a leaf is damaged."""
@@ -33,18 +44,37 @@ class Damage(msgspec.Struct, frozen=True):
 
     def count(self, first: int, stop: int) -> int:
         """Counts the damaged leaves among those from `first` to before `stop`."""
-        return bisect_left(self.leaves, stop) - bisect_left(self.leaves, first)
+        low, high = np.searchsorted(self.leaves, [first, stop]).tolist()
+        return high - low
 
     def of_bytes(self, file: str, start: int, stop: int) -> bool:
         """Whether any of the bytes of a shard is damaged."""
-        return any(one.file == file and one.start < stop and start < one.stop for one in self.bad)
+        starts, reach = self.ranges.get(file, ([], []))
+        before = bisect_left(starts, stop)
+        return before > 0 and reach[before - 1] > start
+
+    @property
+    def rows(self) -> int:
+        """How many rows list all of it: one for each range and leaf, and for a range that no leaf needs."""
+        return sum(max(1, len(leaves)) for leaves in self.parts)
+
+    def rows_from(self, first: int, count: int) -> list[tuple[BadBytes, int | None]]:
+        """Returns some of these rows."""
+        found: list[tuple[BadBytes, int | None]] = []
+        for one, leaves in zip(self.bad, self.parts, strict=True):
+            here = max(1, len(leaves))
+            if first < here and len(found) < count:
+                some: list[int | None] = leaves[first : first + count - len(found)].tolist() or [None]
+                found += [(one, leaf) for leaf in some]
+            first = max(0, first - here)
+        return found
 
 
 NO_DAMAGE = Damage()
 
 
 def damage_of(outline: Outline, found: Verification | None, sizes: Mapping[str, int]) -> Damage:
-    """Returns the damage of a checkpoint.
+    """Returns the damage of a checkpoint; which leaves it hits may be found out later, see `Damage.located`.
 
     Args:
         found: the last verification of it.
@@ -64,10 +94,28 @@ def damage_of(outline: Outline, found: Verification | None, sizes: Mapping[str, 
     if not bad:
         return NO_DAMAGE
     order = {file.name: number for number, file in enumerate(index.file_list)}
-    return _damage(outline, tuple(sorted(bad, key=lambda one: (order[one.file], one.start))))
+    in_order = tuple(sorted(bad, key=lambda one: (order[one.file], one.start)))
+    located = _located(outline, in_order)
+    if wait([located], LOCATE_WAIT).not_done:
+        nothing = (_NO_LEAVES,) * len(in_order)
+        return Damage(in_order, nothing, located=False, ranges=_ranges(in_order))
+    return located.result()
 
 
 @lru_cache(4)
-def _damage(outline: Outline, bad: tuple[BadBytes, ...]) -> Damage:
-    leaves = damaged_leaves(outline.index, bad)
-    return Damage(bad, tuple(leaves.items()), tuple(leaves))
+def _located(outline: Outline, bad: tuple[BadBytes, ...]) -> Future[Damage]:
+    return call_in_thread(partial(_locate, outline, bad), "treeckpt-damage")
+
+
+def _locate(outline: Outline, bad: tuple[BadBytes, ...]) -> Damage:
+    parts = unreadable_leaves(outline.index, bad)
+    return Damage(bad, tuple(parts), leaves=np.unique(np.concatenate(parts)), ranges=_ranges(bad))
+
+
+def _ranges(bad: Sequence[BadBytes]) -> dict[str, tuple[list[int], list[int]]]:
+    ranges: dict[str, tuple[list[int], list[int]]] = {}
+    for one in bad:
+        starts, reach = ranges.setdefault(one.file, ([], []))
+        starts.append(one.start)
+        reach.append(max([one.stop, *reach[-1:]]))
+    return ranges

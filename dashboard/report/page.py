@@ -203,7 +203,7 @@ def run_page(path: str | os.PathLike[str], *, on_read: catalog.OnRead | None = N
         [
             ("complete checkpoints", len(complete)),
             ("others", len(infos) - len(complete)),
-            ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos))),
+            ("on disk", bytes_text(catalog.sum_nbytes(infos))),
             ("newest step", complete[0].step if complete else None),
         ]
     )

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import get_args
 
-from treeckpt._runs.catalog import Status
-from treeckpt._runs.run_metrics import sum_nbytes
+from treeckpt._runs.catalog import Status, sum_nbytes
 from treeckpt._runs.run_state import ActivityState
 from treeckpt._runs.usage import disk_of
 

@@ -9,11 +9,11 @@ from functools import lru_cache, partial
 import msgspec
 
 from treeckpt._core.text import json_number
-from treeckpt._runs.run_metrics import MetricValue, Mode, metrics_among, mode_of, run_metric
+from treeckpt._runs.run_metrics import MetricValue, Mode, agreed_mode, metrics_among, run_metric
 
 from ..pages.checkpoints import shorten
-from ..store.library import LastResult, Library, Listed, Run
-from .summary import choice_of, first_metric, summarize_run
+from ..store.library import LastResult, LastResults, Library, Listed, Run
+from .summary import choice_of, first_metric, policies_of, summarize_run
 
 MAX_COLUMNS = 8
 """Metrics that have columns."""
@@ -28,7 +28,7 @@ class MetricColumn(msgspec.Struct, frozen=True):
 
     metric: str
     mode: Mode | None
-    """Whether the lowest or the highest value is the best: by the user's choice, else by the policy of the runs."""
+    """Whether the lowest or the highest value is the best: by the user's choice, else by the policies of the runs."""
     chosen: bool
     """Whether the user has chosen the mode."""
     best_run: str | None = None
@@ -89,27 +89,27 @@ def metric_columns(library: Library, query: TableQuery) -> list[MetricColumn]:
     """
     chosen: dict[str, Mode] = {one.metric: one.mode for one in map(choice_of, query.best) if one is not None}
     names = [name for name in dict.fromkeys(query.metric) if name]
+    listed = [(run, library.checkpoints(run)) for run in library.runs]
+    policies = [policies_of(library, each) for _, each in listed]
     if not names:
-        summaries = (summarize_run(run, library.checkpoints(run), library.policies) for run in library.runs)
+        summaries = (summarize_run(run, each, own) for (run, each), own in zip(listed, policies, strict=True))
         standing = Counter(name for one in summaries if (name := first_metric(one.metrics)) is not None)
         names = [*chosen, *(name for name, _ in standing.most_common(DEFAULT_COLUMNS))]
     return [
-        MetricColumn(name, chosen.get(name) or mode_of(name, library.policies), name in chosen)
+        MetricColumn(name, chosen.get(name) or agreed_mode(name, policies), name in chosen)
         for name in list(dict.fromkeys(names))[:MAX_COLUMNS]
     ]
 
 
-@lru_cache(2048)
-def _last_cell(run_id: str, metric: str, mode: Mode | None) -> LastResult[Listed, MetricCell]:
-    return LastResult()
+@lru_cache(512)
+def _last_cells(run_id: str) -> LastResults[Listed, tuple[str, Mode | None], MetricCell]:
+    return LastResults(64)
 
 
 def metric_cells(run: Run, listed: Listed, columns: Sequence[MetricColumn]) -> list[MetricCell]:
     """Returns the cells of a run, one for each column; computed once for a list of checkpoints."""
-    return [
-        _last_cell(run.id, one.metric, one.mode).of(listed, partial(_cell, metric=one.metric, mode=one.mode))
-        for one in columns
-    ]
+    last = _last_cells(run.id)
+    return [last.of(listed, (one.metric, one.mode), partial(_cell, listed, one.metric, one.mode)) for one in columns]
 
 
 def _cell(listed: Listed, metric: str, mode: Mode | None) -> MetricCell:

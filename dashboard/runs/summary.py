@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from treeckpt._core.text import json_number, shell_quoted
-from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info
-from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric, sum_nbytes
+from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info, sum_nbytes
+from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric
 from treeckpt._runs.run_state import RunSigns, signs_of_run, status_of_run
 from treeckpt._runs.usage import recorded_policies
 from treeckpt.errors import visible

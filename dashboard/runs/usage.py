@@ -6,6 +6,7 @@ takes seconds for thousands: a thread does it, and pages say that it has not end
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,9 +16,8 @@ from functools import lru_cache, partial
 import msgspec
 
 from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
-from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.catalog import CheckpointInfo, sum_nbytes
 from treeckpt._runs.run import RunDirectory
-from treeckpt._runs.run_metrics import sum_nbytes
 from treeckpt._runs.usage import RunUsage, UsageFigures, disk_of, usage_figures, usage_of_run
 from treeckpt._threads import ThreadPool
 from treeckpt.errors import TreeckptError, visible
@@ -25,7 +25,7 @@ from treeckpt.policy import All, Policy, keep_text, parse_keep
 
 from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.foreign_trees import ForeignInfo
-from ..store.library import LastResult, Library, Listed, Run
+from ..store.library import LastResults, Library, Listed, Run
 from ..store.watch import ScanProgress
 from .summary import RunSummary, policies_of, summarize_run
 
@@ -128,28 +128,34 @@ class CleanUpPlans:
         self._thread = ThreadPool(1, "treeckpt-usage")
         self._plans: OrderedDict[tuple[str, Sequence[Policy]], Plan] = OrderedDict()
         self._pending: dict[tuple[str, Sequence[Policy]], Future[Plan]] = {}
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Ends the thread after the plan that it makes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def plan(self, run: Run, policies: tuple[Policy, ...]) -> Plan | None:
         """Returns the last plan; starts to make one unless it is fresh; None while there is none."""
         key, version = (run.id, policies), self._library.watches[run.id].version
-        self._take_ended()
-        last = self._plans.get(key)
-        if last is not None and last.version == version and time.monotonic() - last.made < PLAN_FRESH:
-            return last
-        if key not in self._pending and len(self._pending) < MAX_PENDING:
+        with self._lock:
+            last = self._last(key)
+            if last is not None and last.version == version and time.monotonic() - last.made < PLAN_FRESH:
+                return last
+            if key in self._pending or len(self._pending) >= MAX_PENDING:
+                return last
             made = self._pending[key] = self._thread.submit(self._make, run, policies, version)
-            wait([made], PLAN_WAIT)
-            self._take_ended()
-        return self._plans.get(key)
+        wait([made], PLAN_WAIT)
+        with self._lock:
+            return self._last(key)
 
-    def _take_ended(self) -> None:
-        for key, pending in list(self._pending.items()):
-            if pending.done():
-                self._pending.pop(key, None)
-                self._plans[key] = pending.result()
-                self._plans.move_to_end(key)
+    def _last(self, key: tuple[str, Sequence[Policy]]) -> Plan | None:
+        """Returns the last plan, after it has taken those that were made meanwhile."""
+        for one in [one for one, pending in self._pending.items() if pending.done()]:
+            self._plans[one] = self._pending.pop(one).result()
+            self._plans.move_to_end(one)
         while len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
+        return self._plans.get(key)
 
     def _make(self, run: Run, policies: Sequence[Policy], version: int) -> Plan:
         report, problem = None, None
@@ -198,8 +204,8 @@ def usage_page(
 
 
 @lru_cache(512)
-def _last_usage(run_id: str, given: Sequence[Policy], default: Sequence[Policy]) -> LastResult[Listed, RunUsage]:
-    return LastResult()
+def _last_usages(run_id: str) -> LastResults[Listed, tuple[Sequence[Policy], Sequence[Policy]], RunUsage]:
+    return LastResults(16)
 
 
 def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], now_ns: int) -> RunUsage | None:
@@ -208,7 +214,7 @@ def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], 
         return None
     infos = [info for _, info in listed]
     project = partial(usage_of_run, infos, now_ns, given=given, default=library.policies)
-    return _last_usage(run.id, given, library.policies).of(listed, lambda _: project()).at(infos, now_ns)
+    return _last_usages(run.id).of(listed, (given, library.policies), project).at(infos, now_ns)
 
 
 def _is_checkpoint(info: CheckpointInfo) -> bool:

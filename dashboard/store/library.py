@@ -29,6 +29,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
+from treeckpt._threads import call_in_thread
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
 
@@ -47,6 +48,7 @@ from .reduced_timings import ReducedTimings, read_reduced
 from .watch import FRESH_MULTIPLE, DirectoryState, RunWatcher
 
 S = TypeVar("S")
+K = TypeVar("K")
 T = TypeVar("T")
 LOOK_SECONDS = 2.0
 """Seconds after which the folders of runs are looked at again, at least."""
@@ -66,6 +68,27 @@ class LastResult(Generic[S, T]):
         if pair is None or pair[0] is not listed:
             pair = self._pair = (listed, compute(listed))
         return pair[1]
+
+
+class LastResults(Generic[S, K, T]):
+    """The last results of a function of a list and of what is asked of it; another list replaces all of them.
+
+    Args:
+        most: results that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._last = most, LastResult[S, dict[K, T]]()
+
+    def of(self, listed: S, asked: K, compute: Callable[[], T]) -> T:
+        """Returns a result for a list; computes it unless it is kept."""
+        results = self._last.of(listed, lambda _: {})
+        if asked not in results:
+            if len(results) >= self._most:
+                results.clear()
+            results[asked] = result = compute()
+            return result
+        return results[asked]
 
 
 class NotFound(Exception):
@@ -200,7 +223,7 @@ class Library:
     def runs(self) -> tuple[Run, ...]:
         """The runs that were given, and those in folders of runs that were given, which another thread looks for."""
         if self._clock() >= self._next_look and self._looking.acquire(blocking=False):
-            threading.Thread(target=self._look_again, daemon=True).start()
+            call_in_thread(self._look_again, "treeckpt-folders")
         return self._runs
 
     @property

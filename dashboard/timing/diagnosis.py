@@ -163,7 +163,7 @@ def _beside(info: CheckpointInfo, saves: Sequence[CheckpointInfo], seconds: floa
     times = seconds / usual if usual else 1.0
     what = f"the median of the {count_text(len(last), 'save')} before it, {seconds_text(usual)}"
     if 1 / USUAL <= times <= USUAL:
-        return f"as long as usual: {_times(times)} x {what}{first}"
+        return f"as long as {'the last ones' if first else 'usual'}: {_times(times)} x {what}{first}"
     return f"{_times(times)} x {what}{first}"
 
 

@@ -514,6 +514,39 @@ def test_a_run_that_is_not_there_is_a_usage_error(cli, arguments):
     assert "no such directory" in cli(*arguments, code=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["ls", "--keep", "last:3"], "--keep goes with --usage"),
+        (["ls", "--usage", "--metric", "loss"], "not allowed with"),
+        (["show", "--names", "dp"], "--names goes with --mesh"),
+        (["show", "--place", "*: Shard(0)"], "--place goes with --mesh"),
+        (["show", "--stats", "--mesh", "2"], "not allowed with"),
+        (["show", "--id", "7", "--structure"], "not allowed with"),
+    ],
+)
+def test_options_that_would_be_ignored_are_usage_errors(run, capsys, arguments, text):
+    try:
+        code = main([*arguments, str(run)])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2 and text in capsys.readouterr().err
+
+
+def test_a_path_that_would_be_ignored_is_a_usage_error(cli, run):
+    assert "takes no PATH" in cli("show", run, "model", "--stats", code=2)
+    assert "takes no PATH" in cli("show", run / "step_00000200", "model", "--mesh", "2", code=2)
+
+
+def test_usage_of_a_directory_of_runs_is_that_of_each_run(cli, tmp_path):
+    for name in ("a", "b"):
+        write_checkpoint(tmp_path / name / "step_00000001", step=1)
+    rows = json.loads(cli("ls", "--usage", "--json", tmp_path))
+    assert [row["run"] for row in rows] == [str(tmp_path / name) for name in ("a", "b")]
+    assert all(row["checkpoints"] == 1 and row["nbytes"] for row in rows)
+    assert "1 checkpoint" in cli("ls", "--usage", tmp_path)
+
+
 def test_unknown_commands_are_usage_errors(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["fly"])

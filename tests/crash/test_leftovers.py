@@ -24,7 +24,15 @@ from tests.helpers.background import until
 from tests.helpers.s3 import S3
 from tests.helpers.world import assert_equal
 from treeckpt._cli.main import main
-from treeckpt._core.format.files import Owner, Progress, encode_progress, progress_name, step_name, stored_name
+from treeckpt._core.format.files import (
+    Owner,
+    Progress,
+    encode_progress,
+    ended_name,
+    progress_name,
+    step_name,
+    stored_name,
+)
 from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.process import this_process
 from treeckpt._io.storage import kept_files
@@ -96,9 +104,10 @@ def names_at(path: object) -> set[str]:
 
 
 def expected_at(path: object) -> set[str]:
-    """What a checkpoint consists of."""
+    """What a checkpoint consists of; the last one of a manager that was closed also has the mark of that."""
     index = tc.inspect(str(path))
-    files = {stored_name(index.save_id, sidecar.name) for sidecar in index.sidecars}
+    files = names_at(path) & {ended_name(index.save_id)}
+    files |= {stored_name(index.save_id, sidecar.name) for sidecar in index.sidecars}
     return {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)} | files
 
 

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 _TIME = re.compile(r"(?<![\w.])[0-9][0-9.,]* ?(?:ns|µs|us|ms|s|min)\b")
-_DIAGNOSIS = re.compile(r"(?:As long as usual: )?[0-9.,]+ x (the median of .*?;).* % of it is .*")
+_DIAGNOSIS = re.compile(r"(?:As long as (?:usual|the last ones): )?[0-9.,]+ x (the median of .*?;).* % of it is .*")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m| +$", re.MULTILINE)
 _ID = re.compile(r"\b[0-9a-f]{16}\b")
 

@@ -72,20 +72,22 @@ class Moments:
 
 
 def test_a_rank_that_calls_long_after_the_others_is_named_after_a_real_save(tmp_path, monkeypatch):
-    moments, waiting, all_wait = Moments(), set(), threading.Event()
+    moments, calling, waiting, all_wait = Moments(), set(), set(), threading.Event()
     monkeypatch.setattr(Recorder, "now", lambda recorder: moments.now())
     wait = ThreadMessageStore.wait
 
     def noted(store, keys, timeout):
         waiting.add(threading.get_ident())
-        if len(waiting) == 3:
+        if len(waiting & calling) == 3:
             all_wait.set()
         return wait(store, keys, timeout)
 
     monkeypatch.setattr(ThreadMessageStore, "wait", noted)
 
     def act(comm):
-        if comm.rank == 2:
+        if comm.rank != 2:
+            calling.add(threading.get_ident())
+        else:
             assert all_wait.wait(120)
             moments.pass_seconds(1)
         tc.save(tmp_path / "step_00000001", {"x": np.ones(1000)}, step=1, comm=comm)

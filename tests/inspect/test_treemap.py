@@ -153,7 +153,7 @@ def test_a_range_of_small_nodes_has_a_map_of_its_own():
     inner = treemap_of(outline, "tree", node=box.node, count=100)
     assert (inner[0].nbytes, inner[0].node) == (box.nbytes, box.node) and sum(b.nbytes for b in inner[1:]) == box.nbytes
     assert inner[1].leaf >= 0 and len(inner) == box.more + 1
-    for wrong in (":", ":a-b", ":5", "a:1-2"):
+    for wrong in (":", ":a-b", ":5", "a:1-2", ":5-5", ":9-2", ":999999-1000000"):
         with pytest.raises(MismatchError):
             treemap_of(outline, "tree", node=wrong)
 

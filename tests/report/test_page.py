@@ -49,6 +49,11 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
 
+def words_of(text):
+    """A page without its scripts, sheets and data, in which any word may stand."""
+    return re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = write_mixed_run(tmp_path_factory.mktemp("report") / "gpt")
@@ -107,15 +112,14 @@ def test_a_report_says_which_checkpoints_a_verification_has_found_damaged(tmp_pa
     monkeypatch.setenv("TREECKPT_CACHE", str(tmp_path / "cache"))
     for step in (1, 2):
         index = write_checkpoint(tmp_path / "run" / f"step_{step:08d}", step=step)
-    assert "damaged: shard" not in report(tmp_path / "run")
+    assert "damaged" not in words_of(report(tmp_path / "run"))
     shard = tmp_path / "run" / "step_00000002" / index.file_list[0].name
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 9))
     assert main(["verify", str(tmp_path / "run")]) == 1
     for path in (tmp_path / "run", tmp_path / "run" / "step_00000002"):
         assert f"damaged: {shard.name}: bytes " in report(path)
-    assert "complete, intact" in report(tmp_path / "run") and "damaged: shard" not in report(
-        tmp_path / "run/step_00000001"
-    )
+    assert "complete, intact" in report(tmp_path / "run")
+    assert "damaged" not in words_of(report(tmp_path / "run/step_00000001"))
 
 
 def test_a_report_stays_small_whatever_is_in_the_checkpoint(tmp_path):

@@ -123,6 +123,14 @@ def test_going_back_onto_the_abandoned_branch_continues_it(run: Any) -> None:
     assert listed(run)[:4] == [31, 30, 20, 10]
 
 
+def test_the_best_is_of_the_present_branch(run: Any, caplog: Any) -> None:
+    made = rolled_back(run)
+    assert made.best("loss", mode="max") == 22
+    made.restore(step=40)
+    made.save(41, {"step": 41})
+    assert made.best("loss", mode="max") == 40
+
+
 def test_two_rollbacks_leave_two_abandoned_branches(run: Any) -> None:
     made = rolled_back(run)
     made.restore(step=10)
@@ -187,7 +195,7 @@ def test_restore_falls_back_along_the_lineage(run: Any) -> None:
         (EverySteps(20), [20, 22, 40]),
         (Steps((30,)), [22, 30]),
         (Best("loss", mode="max"), [22, 40]),
-        (Best("loss"), [10, 22]),
+        (Best("loss"), [10, 22, 30]),
         (EveryPeriod(0), [10, 20, 21, 22, 30, 40]),
         (EveryPeriod(3600), [10, 22, 30]),
         (All(), [10, 20, 21, 22, 30, 40]),

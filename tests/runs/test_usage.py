@@ -1,5 +1,7 @@
 """How a run grows, and what it takes under a policy: simulated saves and clean-ups."""
 
+from pathlib import Path
+
 import pytest
 
 import treeckpt as tc
@@ -10,9 +12,11 @@ from treeckpt._runs.run_state import SavePattern, save_pattern
 from treeckpt._runs.usage import (
     DAY,
     WEEK,
+    FileSystem,
     project,
     recorded_policies,
     seconds_until_full,
+    usage_figures,
     usage_of_run,
 )
 from treeckpt.policy import All, Best, EveryPeriod, EverySteps, Last, parse_keep
@@ -120,6 +124,16 @@ def test_only_live_runs_grow_and_under_their_own_policy():
     assert seconds_until_full(10**9 * SIZE, [given]) == pytest.approx(10**9 / 24 * DAY, rel=0.01)
 
 
+def test_the_disks_of_hundreds_of_live_runs_fill_by_all_of_them():
+    usages = [usage_of_run(run_of(4, seconds=1000.0 + n), NOW, given=[All()]) for n in range(300)]
+    disks = [FileSystem(n % 2, 10**9, 10**10) for n in range(300)]
+    figures = usage_figures([*usages, None, usages[0]], [*disks, FileSystem(2, 5, 9), FileSystem(2, 5, 9)])
+    growth = sum(usage.growth_per_day or 0.0 for usage in usages[::2])
+    assert figures[0].disk_live == 150 and figures[0].days == pytest.approx(10**9 / growth, rel=0.01)
+    assert figures[0].days == figures[298].days != figures[1].days
+    assert (figures[-1].disk_live, figures[-1].days) == (None, None), "another run on it is still being read"
+
+
 def test_where_too_few_saves_follow_each_other_nothing_is_projected():
     usage = usage_of_run(run_of(2), NOW)
     assert usage.live and usage.pattern is None and usage.projections == ()
@@ -127,7 +141,15 @@ def test_where_too_few_saves_follow_each_other_nothing_is_projected():
 
 
 @pytest.mark.parametrize(
-    ("keep", "text"), [(3, "last:3"), (None, "all"), ("last:2 best:loss", "last:2 best:loss:min:1")]
+    ("keep", "text"),
+    [
+        (3, "last:3"),
+        (None, "all"),
+        ("last:2 best:loss", "last:2 best:loss:min:1"),
+        (Best("val loss"), "best:val%20loss:min:1"),
+        ([Last(1 + n) for n in range(20)], ""),
+        (Best("\ud800"), ""),
+    ],
 )
 def test_each_save_of_a_manager_records_its_policies(tmp_path, keep, text):
     with tc.Manager(tmp_path, keep=keep, background=False) as manager:
@@ -135,6 +157,20 @@ def test_each_save_of_a_manager_records_its_policies(tmp_path, keep, text):
     [info] = scan(tmp_path)
     assert info.lineage is not None and info.lineage.keep == text
     assert recorded_policies([info]) == parse_keep(text)
+
+
+def test_an_index_that_is_made_again_from_shards_has_the_policies(tmp_path):
+    with tc.Manager(tmp_path, keep="last:2 best:loss", background=False) as manager:
+        manager.save(1, {"a": 1}, metrics={"loss": 1.0})
+    [info] = scan(tmp_path)
+    Path(info.path, "index.json").unlink()
+    tc.verify(info.path, repair=True)
+    assert scan(tmp_path)[0].lineage == info.lineage and info.lineage is not None and info.lineage.keep
+
+
+def test_policies_of_any_size_in_an_index_are_simulated():
+    for keep in ("period:1e300", "period:1e-300", "every:999999999999999999", "last:999999999999999999", "best:x:1"):
+        assert usage_of_run(run_of(4, keep=keep), NOW).projections[0].source == "recorded"
 
 
 def test_policies_that_are_too_long_to_record_or_cannot_be_read_are_not_known(tmp_path):

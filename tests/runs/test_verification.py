@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,10 +24,12 @@ from tests.helpers.corruption import flip
 from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name, verdict_name
+from treeckpt._io.storage.open import open_store
 from treeckpt._loading import verify as verify_module
 from treeckpt._runs.discovery import scan
 from treeckpt._runs.run import RunDirectory
-from treeckpt._runs.verification import VerificationStore
+from treeckpt._runs.verification import VerificationStore, fingerprint_of, found_part, shown_parts
+from treeckpt.reports import Problem
 
 UNREAD = 3
 NOBODY = 65534
@@ -258,6 +261,18 @@ def test_a_verdict_that_cannot_be_understood_counts_by_its_name(run: Path, conte
     with tc.Manager(run, keep=1) as manager:
         assert manager.clean().kept.keys() == {2, 3}
         assert manager.latest(verify=True) in (2, 3)
+
+
+def test_damage_in_very_many_places_with_long_texts_is_known_afterwards(run: Path) -> None:
+    folder, [save_id] = open_store(run / step_name(3)), [info.save_id for info in scan(run) if info.step == 3]
+    part = Problem(file=sorted((run / step_name(3)).glob("shard-*"))[0].name, text="\U0001d54f" * 2000)
+    store, problems = VerificationStore(run.parent / "cache"), shown_parts([part] * 20_000)
+    fingerprint = fingerprint_of(folder.entries(), save_id or "")
+    for unread in ([], problems):
+        verdict = found_part(save_id or "", fingerprint, problems, by="a test")
+        store.record(folder, msgspec.structs.replace(verdict, unread=unread), beside=False)
+        found = store.find(folder, save_id, beside=False)
+        assert found is not None and found.total == len(found.problems) == 10_000
 
 
 def test_terminal_escapes_in_a_verdict_are_shown_as_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

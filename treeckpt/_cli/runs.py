@@ -29,7 +29,7 @@ from .._io.storage.open import open_run, open_store
 from .._report.terminal import fail, print_json, print_line, print_table
 from .._runs import discovery
 from .._runs.active_saves import under_way_text
-from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, with_verification
+from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nbytes, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.failures import SHOWN_DAYS
 from .._runs.leftovers import clean_checkpoint
@@ -38,14 +38,16 @@ from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
+    Mode,
     RunMetric,
+    agreed_mode,
     in_value_order,
     is_good,
     parse_metric,
     run_metric,
-    sum_nbytes,
 )
 from .._runs.run_state import RunActivity, activity_at, signs_of_run, status_of_run
+from .._runs.usage import recorded_policies
 from .._runs.verification import VerificationStore, cache_directory
 from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
@@ -68,7 +70,7 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   size      of all arrays, replicas once; of a partial checkpoint, what its shards have
   leaves    arrays and values
   ranks     that saved it
-  saved     when the save began, in local time
+  saved     when the save began, in UTC
   age       time since then
   took      duration of the save, from the first rank's start to the last one's end
 only where a checkpoint has it:
@@ -87,15 +89,17 @@ def add_ls(commands: Commands) -> None:
     assert ls.description is not None, "each command has one"
     ls.description += f"\n\n{_COLUMNS}"
     ls.add_argument("runs", metavar="RUN", nargs="+")
-    ls.add_argument(
+    of_runs = ls.add_mutually_exclusive_group()
+    of_runs.add_argument(
         "--metric",
         action="append",
         default=[],
         metavar="METRIC[:min|max]",
-        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max "
-        "its best one, by which they are sorted; of a directory of runs all. Can be given several times",
+        help="list runs in the place of checkpoints, one a row, with the last value of a metric, and with min or max, "
+        "or where their own policies agree on that, its best one, by which they are sorted; of a directory of runs all "
+        "of them. Can be given several times",
     )
-    ls.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
+    of_runs.add_argument("--usage", action="store_true", help="print how many bytes each run takes, now and in a week")
     ls.add_argument(
         "--keep",
         type=policies_from,
@@ -114,8 +118,10 @@ def add_ls(commands: Commands) -> None:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if options.metric:
-        return _ls_metrics(options)
+    if options.keep and not options.usage:
+        return usage_error("--keep goes with --usage")
+    if options.metric or options.usage or options.failures:
+        return _ls_runs(options)
     listed: list[CheckpointInfo] = []
     infos_of: dict[str, list[CheckpointInfo]] = {}
     runs: dict[str, int] = {}
@@ -125,19 +131,11 @@ def _ls(options: argparse.Namespace) -> int:
             infos = discovery.scan(run, on_read=count)
         if not infos and (problem := no_such_run(run)):
             return usage_error(problem)
-        if options.failures and len(infos) == 1 and is_checkpoint(run):
-            return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
         listed += infos
         infos_of[run] = infos
         if not options.json:
             runs |= _runs_below(run, infos)
             others |= _others_among(run, infos)
-    if options.usage:
-        show_usage(infos_of, options.keep, as_json=options.json)
-        return 0
-    if options.failures:
-        show_failures(infos_of, options.days, as_json=options.json)
-        return 0
     known = VerificationStore(cache_directory())
     listed = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.json:
@@ -189,36 +187,51 @@ class RunRow(msgspec.Struct, frozen=True):
     metrics: tuple[RunMetric, ...]
 
 
-def _ls_metrics(options: argparse.Namespace) -> int:
-    """Lists runs by the metrics that were saved with their checkpoints."""
-    asked, known = list(map(parse_metric, options.metric)), VerificationStore(cache_directory())
-    rows: list[RunRow] = []
+def _ls_runs(options: argparse.Namespace) -> int:
+    """Lists runs by their metrics, the bytes that they take or the saves that failed; of a directory of runs all."""
+    known, runs = VerificationStore(cache_directory()), dict[str, list[CheckpointInfo]]()
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
             infos = discovery.scan(run, on_read=count)
             if not infos and (problem := no_such_run(run)):
                 return usage_error(problem)
+            if options.failures and len(infos) == 1 and is_checkpoint(run):
+                return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
             below = _runs_below(run, infos)
             found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
         for path, listed in found.items():
-            listed = [with_verification(info, open_store(info.path), known) for info in listed]
-            newest = next(filter(is_good, listed), None)
-            metrics = tuple(run_metric(listed, name, mode) for name, mode in asked)
-            row = RunRow(
-                run=path,
-                status=status_of_run(listed),
-                activity=activity_at(signs_of_run(listed), time.time_ns()),
-                complete=sum(info.status == "complete" for info in listed),
-                nbytes=sum_nbytes(listed),
-                newest=newest,
-                metrics=metrics,
-            )
-            rows.append(row)
+            runs[path] = [with_verification(info, open_store(info.path), known) for info in listed]
+    if options.usage:
+        show_usage(runs, options.keep, as_json=options.json)
+    elif options.failures:
+        show_failures(runs, options.days, as_json=options.json)
+    else:
+        _show_metrics(runs, options.metric, as_json=options.json)
+    return 0
+
+
+def _show_metrics(runs: Mapping[str, Sequence[CheckpointInfo]], metrics: Sequence[str], *, as_json: bool) -> None:
+    """Prints the last and the best values of metrics, a run a row."""
+    own, rows = [recorded_policies(listed) for listed in runs.values()], list[RunRow]()
+    asked: list[tuple[str, Mode | None]] = [
+        (name, mode or agreed_mode(name, own)) for name, mode in map(parse_metric, metrics)
+    ]
+    for path, listed in runs.items():
+        row = RunRow(
+            run=path,
+            status=status_of_run(listed),
+            activity=activity_at(signs_of_run(listed), time.time_ns()),
+            complete=sum(info.status == "complete" for info in listed),
+            nbytes=sum_nbytes(listed),
+            newest=next(filter(is_good, listed), None),
+            metrics=tuple(run_metric(listed, name, mode) for name, mode in asked),
+        )
+        rows.append(row)
     best = next((n for n, (_, mode) in enumerate(asked) if mode is not None), None)
     if best is not None:
         values = [None if (one := row.metrics[best].best) is None else one.value for row in rows]
         rows = [rows[at] for at in in_value_order(values, largest_first=asked[best][1] == "max")]
-    if options.json:
+    if as_json:
         print_json([_json_of_run(row) for row in rows])
     else:
         columns = _metric_columns(rows)
@@ -227,7 +240,6 @@ def _ls_metrics(options: argparse.Namespace) -> int:
             list(zip(*columns.values(), strict=True)),
             right=[name for name in columns if name not in ("run", "status", "activity")],
         )
-    return 0
 
 
 def _metric_columns(rows: Sequence[RunRow]) -> dict[str, list[str]]:

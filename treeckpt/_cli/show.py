@@ -69,7 +69,7 @@ from ..rules._rules import Rule
 from ..rules._view import View, view_of
 from .command import Commands, no_such_run, progress_of, usage_error
 from .runs import print_saves_under_way
-from .show_reads import add_reads, show_reads
+from .show_reads import MESH, add_reads, show_reads
 from .show_row import show_row
 
 MAX_RULES = 16 << 20
@@ -100,15 +100,21 @@ def add_show(commands: Commands) -> None:
     show = commands.add("show", _show, "show what a checkpoint holds, or one part of it", progress=True)
     show.add_argument("checkpoint", metavar="CKPT", help="or, with --stats, a RUN")
     show.add_argument("leaf", metavar="PATH", nargs="?", default="", help="of a leaf or of a node of the tree")
-    show.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
-    show.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
-    show.add_argument("--stats", action="store_true", help=_STATS)
-    show.add_argument("--id", metavar="N", help="show the row of an id in the keyed table at PATH")
+    what = show.add_mutually_exclusive_group()
+    what.add_argument("--rules", metavar="FILE", help="show what load rules (JSON, or statements) make of it")
+    what.add_argument("--structure", action="store_true", help="print the whole tree: values, and shapes of arrays")
+    what.add_argument("--stats", action="store_true", help=_STATS)
+    what.add_argument("--id", metavar="N", help="show the row of an id in the keyed table at PATH")
+    what.add_argument("--mesh", metavar="SIZES", help=MESH)
     add_reads(show)
     show.add_argument("--depth", type=int, default=2, help="levels of the tree to print (default: 2)")
 
 
 def _show(options: argparse.Namespace) -> int:
+    if options.leaf and (options.stats or options.mesh is not None):
+        return usage_error(f"{'--stats' if options.stats else '--mesh'} is about all of it, and takes no PATH")
+    if (options.names or options.place) and options.mesh is None:
+        return usage_error(f"{'--names' if options.names else '--place'} goes with --mesh")
     if options.stats:
         return _show_first_nan(options)
     if options.mesh is not None:

@@ -16,10 +16,12 @@ MAX_FILES = 4
 """Files of one rank that are named."""
 
 
+MESH = f"show what each rank of a mesh, as 2x4, would read of which file, or of the save ({SAVED})"
+"""The help of `--mesh`."""
+
+
 def add_reads(show: argparse.ArgumentParser) -> None:
-    """Adds the options of a layout."""
-    what = f"show what each rank of a mesh, as 2x4, would read of which file, or of the save ({SAVED})"
-    show.add_argument("--mesh", metavar="SIZES", help=what)
+    """Adds the options that go with `--mesh`."""
     show.add_argument("--names", default="", help="with --mesh: names of its dimensions, as dp,tp")
     place = "with --mesh: rules, as '*.bias: Replicate; *: Shard(0)', or globs of what is loaded as saved"
     show.add_argument("--place", metavar="RULES", default="", help=place)

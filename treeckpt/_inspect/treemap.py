@@ -11,15 +11,15 @@ import heapq
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from .._core.format.records import ArrayRecord, BoxChunks, GridChunks, Index, Leaf, NoChunks, PerRankArrays, WholeChunk
-from .._core.sharding.dtypes import dtype_of
-from .._core.sharding.int_runs import Runs, decode_runs
-from .._core.tree.spec import BLOB_KINDS, ArraySpec
+from .._core.format.byte_map import LeafChunks, leaf_chunks
+from .._core.format.records import Index
+from .._core.sharding.int_runs import decode_runs
+from .._core.tree.spec import BLOB_KINDS
 from ..errors import MismatchError
 from .outline import Outline, OutlineRow
 
@@ -77,7 +77,7 @@ def node_and_range(node: str) -> tuple[str, slice]:
     if not colon:
         return name, slice(None)
     start, _, stop = given.partition("-")
-    if not (start.isdecimal() and stop.isdecimal()):
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
         raise MismatchError(node, expected="a node, or a range of its children as 0.3:8-40", found="neither")
     return name, slice(int(start), int(stop))
 
@@ -94,6 +94,8 @@ def _by_tree(outline: Outline, node: str, count: int) -> list[TreemapBox]:
         nbytes, more = row.nbytes, row.children
         if at == 0 and name != node:
             children = children[part]
+            if not children:
+                raise MismatchError(node, expected=f"a range of {row.children:,} children", found="none of them")
             nbytes, more = sum(child.nbytes for child in children), len(children)
             boxes[0] = TreemapBox(-1, f"{more:,} of {root.key}", nbytes, node=node)
         first = (part.start or 0) if at == 0 else 0
@@ -173,11 +175,11 @@ def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, n
 def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
     """Returns the same as `_by_kind`."""
     files = index.file_list
-    parts: list[_LeafChunks] = []
+    parts: list[LeafChunks] = []
     known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     chunks = 0
     for entry in index.entries:
-        chunks_of_leaf = _leaf_chunks(entry, known)
+        chunks_of_leaf = leaf_chunks(entry, known)
         if chunks_of_leaf is None:
             continue
         parts.append(chunks_of_leaf)
@@ -205,52 +207,6 @@ def _group_names(index: Index, by: TreemapKey) -> list[str]:
     if by == "rank":
         return [f"rank {rank}" for rank in range(index.world)]
     return [f"file {number}" for number in range(len(index.file_list))]
-
-
-class _LeafChunks(NamedTuple):
-    """A leaf's chunks as columns."""
-
-    leaf: int
-    rank: np.ndarray
-    start: Runs
-    """Start in the rank's stream."""
-    nbytes: np.ndarray
-
-
-def _leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) -> _LeafChunks | None:
-    """Returns the chunks of a leaf, None if it has none.
-
-    Args:
-        known: a cache by form of cut, because most leaves are cut as others are.
-    """
-    record, spec = leaf.record, leaf.stored
-    if isinstance(record, PerRankArrays) and spec is not None:
-        ranks = decode_runs(leaf.ranks or ())
-        return _LeafChunks(leaf.number, ranks, record.start, np.full(len(ranks), spec.nbytes, np.int64))
-    if not isinstance(record, ArrayRecord) or spec is None or isinstance(record.chunks, NoChunks):
-        return None
-    chunks = record.chunks
-    if isinstance(chunks, BoxChunks):
-        return _LeafChunks(leaf.number, *_chunk_columns(spec, chunks))
-    key = record.spec, chunks.rank, chunks.cuts if isinstance(chunks, GridChunks) else ()
-    if key not in known:
-        ranks, _, sizes = _chunk_columns(spec, chunks)
-        known[key] = ranks, sizes
-    start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
-    return _LeafChunks(leaf.number, known[key][0], start, known[key][1])
-
-
-def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
-    """Returns (rank, start, bytes) of each chunk."""
-    if isinstance(chunks, WholeChunk):
-        return np.array([chunks.rank]), ((chunks.start,),), np.array([spec.nbytes])
-    sizes = np.full(1, dtype_of(spec.dtype).itemsize)
-    if isinstance(chunks, BoxChunks):
-        sizes = sizes * np.prod([decode_runs(column) for column in chunks.shape], axis=0, dtype=np.int64)
-    else:
-        for cut in chunks.cuts:
-            sizes = (sizes[:, None] * np.diff(decode_runs(cut))).reshape(-1)
-    return decode_runs(chunks.rank), chunks.start, sizes
 
 
 def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:

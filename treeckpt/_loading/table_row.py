@@ -110,7 +110,8 @@ class _Reads:
     def of(self, leaf: Leaf, region: Region) -> np.ndarray:
         """Returns a region's bytes, uint8[elements, itemsize]."""
         found = peek(self._store, self._index, leaf, region, rank=self._rank)
-        self.read, self.verified = self.read + found.read, self.verified and found.verified
+        self.read += found.read
+        self.verified &= found.verified or not found.data.size  # of no bytes none differs
         return found.data
 
     def numbers(self, leaf: Leaf, start: int, stop: int) -> np.ndarray:
@@ -209,7 +210,8 @@ def _place(index: Index, leaf: Leaf, row: int, nbytes: int, rank: int | None) ->
 def _slots(reads: _Reads, index: Index, ids: Leaf, row: int, rank: int | None) -> Iterator[RowSlot]:
     table = table_path(ids.path)
     prefix = f"{table}/{TABLE_KEYS[2]}/" if table else f"{TABLE_KEYS[2]}/"
-    for leaf in index.entries[ids.number + 2 :]:
+    for number in range(ids.number + 2, len(index.entries)):  # a slice would decode all of them
+        leaf = index.entries[number]
         spec = leaf.spec
         if not leaf.path.startswith(prefix) or leaf.ranks != ids.ranks or spec is None or not spec.shape:
             break

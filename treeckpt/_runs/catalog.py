@@ -305,6 +305,11 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
         return f"{status}: {wrong}" if wrong else status
 
 
+def sum_nbytes(infos: Iterable[CheckpointInfo]) -> int:
+    """Adds up the bytes that the files of checkpoints take."""
+    return sum(info.disk_nbytes or 0 for info in infos)
+
+
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
     """Returns the step by which a run has a checkpoint, or the text in its place; None for one that is none of the run.
 

@@ -377,13 +377,9 @@ class Manager:
         unpin = partial(self._undo_pin, store, pinned)
         try:
             lineage = self._history.next_save(step, pin=pin)
+            failures = SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None
             options = msgspec.structs.replace(
-                self.options,
-                step=number,
-                custom_metadata=metadata,
-                files=files,
-                lineage=lineage,
-                failures=SaveFailures(self.directory.failures, store, number) if self._comm.rank == 0 else None,
+                self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage, failures=failures
             )
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
@@ -404,11 +400,9 @@ class Manager:
         """
         if isinstance(step, str):
             return self.directory.store.folder(id_name(step))
-        names = self._other_names
-        if names is None:
+        if (names := self._other_names) is None:
             find = partial(links_and_other_names, self.directory.store)
-            there: dict[int, str] = self._from_rank0("look for steps", find, dict[int, str])
-            names = self._other_names = there
+            names = self._other_names = self._from_rank0("look for steps", find, dict[int, str])
         store = self.directory.store.folder(names.get(step, id_name(step)))
         if step in names:
             self._from_rank0(f"look at step {step}", partial(refuse_link, store), type(None))
@@ -622,7 +616,7 @@ class Manager:
 
     @takes_no_save
     def best(self, metric: str | None = None, *, mode: Literal["min", "max"] | None = None) -> int | str | None:
-        """Returns the step with the best metric; None if no checkpoint has it, with a logged list of those there are.
+        """Returns the step of the present branch with the best metric; None, and logs those there are, if none has it.
 
         Args:
             metric: by default the metric of the first `Best` policy.
@@ -798,8 +792,7 @@ class Manager:
             _log.error("%s: the signal ended workers of the data loader; no last save: %s", url, why)
 
     def _from_all_disks(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
-        topic = f"{self.directory.url} {what}"
-        return from_all_disks(self._comm, self._selector, topic, call, kind, call=what)
+        return from_all_disks(self._comm, self._selector, f"{self.directory.url} {what}", call, kind, call=what)
 
     def _from_rank0(self, what: str, call: Callable[[], Any], kind: Any) -> Any:
         return from_rank0(self._comm, f"{self.directory.url} {what}", call, kind, call=what)

@@ -80,7 +80,7 @@ class StepFinding(msgspec.Struct, frozen=True):
     @property
     def title(self) -> str:
         """The step, or the name of a checkpoint without one."""
-        return f"step {self.step:,}" if self.step is not None else self.name
+        return _title(self)
 
 
 class UnreadStep(msgspec.Struct, frozen=True):
@@ -207,7 +207,7 @@ def _flags(counts: Iterable[int | None]) -> list[bool | None]:
     return [None if count is None else count > 0 for count in counts]
 
 
-def _title(info: CheckpointInfo) -> str:
+def _title(info: CheckpointInfo | StepFinding) -> str:
     return f"step {info.step:,}" if info.step is not None else f"checkpoint {visible(info.name)}"
 
 

@@ -9,7 +9,7 @@ from .._core.html import Child, Html, el, facts, joined, table
 from .._core.text import bytes_text, time_text
 from .._io.storage.store import RunStore
 from .active_saves import under_way_text
-from .catalog import CheckpointInfo
+from .catalog import CheckpointInfo, sum_nbytes
 from .discovery import scan
 
 ROWS = 20
@@ -43,7 +43,7 @@ def run_html(run: str | RunStore, summary: str) -> Html:
     return joined([
         el("p", el("code", summary)),
         facts([("complete checkpoints", sum(info.status == "complete" for info in infos)),
-               ("on disk", bytes_text(sum(info.disk_nbytes or 0 for info in infos)))]),
+               ("on disk", bytes_text(sum_nbytes(infos)))]),
         *(el("p", text) for text in saving),
         table(COLUMNS, checkpoint_rows(infos[:ROWS]), right=("step", "size", "leaves", "ranks", "took", "blocked")),
         el("p", f"and {len(infos) - ROWS} older") if len(infos) > ROWS else None,

@@ -610,7 +610,9 @@ class CheckpointSelector:
                 newest = info
                 break
             if info.name not in busy:
-                self.warn_once(info.path, f"passed over, {info.files}: {why}")
+                advice = repair_advice(info)
+                more = f". {advice.text}" if advice is not None else ""
+                self.warn_once(info.path, f"passed over, {info.files}: {why}{more}")
             if passed_over is not None and info.files != "partial":
                 passed_over.append(f"{info.path}: {why}")
         if not infos and (others := checkpoints_without_step(self.directory.store)):
@@ -684,9 +686,10 @@ class CheckpointSelector:
     def best(self, policy: Best) -> CheckpointId | None:
         """Returns the step that is best by a policy's metric; None, and logs the metrics there are, if none has it.
 
-        A step that a verification has found damaged, or that is not healthy, is passed over, and logged.
+        Steps of abandoned branches are not rated. One that a verification has found damaged, or that is not healthy, is
+        passed over, and logged.
         """
-        complete = self.complete()
+        complete = [info for info in self.complete() if not info.abandoned]
         steps = [step_info(info) for info in complete]
         infos = {one.step: info for one, info in zip(steps, complete, strict=True)}
         rated, known = best_of(steps, policy), VerificationStore(cache_directory())

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ..policy import Best
+from ..policy import Best, Policy
 from .catalog import CheckpointInfo
 
 Mode = Literal["min", "max"]
@@ -40,11 +40,6 @@ class RunMetric(msgspec.Struct, frozen=True):
     """Of the good checkpoints; of equal ones the newest. None without a mode."""
 
 
-def sum_nbytes(infos: Iterable[CheckpointInfo]) -> int:
-    """Adds up the bytes that the files of checkpoints take."""
-    return sum(info.disk_nbytes or 0 for info in infos)
-
-
 def is_good(info: CheckpointInfo) -> bool:
     """Whether a run can be resumed from it: complete, intact and healthy as far as known, and not abandoned."""
     return info.status == "complete" and not info.abandoned and not info.unhealthy
@@ -61,9 +56,12 @@ def best_checkpoint(infos: Iterable[CheckpointInfo], policy: Best) -> Checkpoint
     return pick(rated, key=lambda info: info.metrics[policy.metric], default=None)
 
 
-def mode_of(metric: str, policies: Sequence[object]) -> Mode | None:
-    """Returns which way is better by the first policy for a metric; None without one."""
-    return next((one.mode for one in policies if isinstance(one, Best) and one.metric == metric), None)
+def agreed_mode(metric: str, policies: Iterable[Sequence[Policy]]) -> Mode | None:
+    """Returns which way is better by the policies of several runs; None where none says that, or they differ."""
+    modes: set[Mode] = set()
+    for each in policies:
+        modes |= {one.mode for one in each if isinstance(one, Best) and one.metric == metric}
+    return modes.pop() if len(modes) == 1 else None
 
 
 def run_metric(infos: Sequence[CheckpointInfo], metric: str, mode: Mode | None) -> RunMetric:

@@ -47,7 +47,7 @@ from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
 from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
 from ..errors import RankError, TreeckptError, visible
-from ..policy import Policy, keep_text
+from ..policy import Policy, keep_text, parse_keep
 from .run import RunDirectory
 
 _LOADERS = ("torch.utils.data", "torchdata")
@@ -426,6 +426,15 @@ class NextSave:
         return self.history.lineage(self, save_id)
 
 
+def _recorded_text(policies: Sequence[Policy]) -> str:
+    """Returns policies as a save records them; empty if they are too long, or no text is parsed to them."""
+    keep = keep_text(policies)
+    try:
+        return keep if len(keep.encode()) <= MAX_KEEP and keep_text(parse_keep(keep)) == keep else ""
+    except ValueError:  # it has no UTF-8, or is not parsed
+        return ""
+
+
 class SaveHistory:
     """The checkpoints that a manager has restored and saved, in the order of the calls.
 
@@ -456,8 +465,7 @@ class SaveHistory:
         self._entries: tuple[_HistoryEntry, ...] = ()
         self._lock = threading.RLock()
         self._warned = replaces
-        keep = keep_text(policies)
-        self._keep = keep if len(keep) <= MAX_KEEP else ""
+        self._keep = _recorded_text(policies)
         self._saved: set[str] = set()
         """The ids of the saves of this manager, until it has restored something or warned."""
 

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..policy import All, EveryPeriod, EverySteps, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
-from .catalog import CheckpointInfo, id_of, step_info
+from .catalog import CheckpointInfo, id_of, step_info, sum_nbytes
 from .run_state import SavePattern, activity_at, signs_of_run
 
 DAY, WEEK = 86_400.0, 7 * 86_400.0
@@ -135,7 +135,7 @@ def usage_of_run(
     projections = tuple(project(infos, pattern, now_ns, each, source) for source, each in wanted) if pattern else ()
     return RunUsage(
         checkpoints=len(infos),
-        nbytes=sum(info.disk_nbytes or 0 for info in infos),
+        nbytes=sum_nbytes(infos),
         live=activity_at(signs, now_ns).live,
         pattern=pattern,
         projections=projections,
@@ -155,7 +155,7 @@ def project(
     """
     steps = {step: info for info in infos if info.files == "complete" and (step := id_of(info)) is not None}
     nbytes = {step: info.disk_nbytes or 0 for step, info in steps.items()}
-    total = sum(info.disk_nbytes or 0 for info in infos)
+    total = sum_nbytes(infos)
     others = total - sum(nbytes.values())
     held = [step_info(info) for info in steps.values()]
     scale = min(1.0, _simulated_saves(policies, pattern) * pattern.seconds / POINTS[-1])
@@ -278,12 +278,16 @@ def usage_figures(usages: Sequence[RunUsage | None], disks: Sequence[FileSystem 
         disks: on which these runs are.
     """
     found: list[UsageFigures] = []
+    on_disk: dict[int, list[RunUsage | None]] = {}
     for usage, disk in zip(usages, disks, strict=True):
-        pairs = zip(usages, disks, strict=True)
-        beside = [one for one, other in pairs if disk is not None and other and other.number == disk.number]
-        known = [one for one in beside if one is not None]
-        sure = disk is not None and len(known) == len(beside)
-        seconds = seconds_until_full(disk.free, known) if disk is not None and sure else None
+        on_disk.setdefault(disk.number if disk is not None else -1, []).append(usage)
+    # None of a disk with a run that is still being read
+    known = {number: None if None in beside else [one for one in beside if one] for number, beside in on_disk.items()}
+    free = {disk.number: disk.free for disk in disks if disk is not None}
+    full = {number: seconds_until_full(nbytes, known[number] or ()) for number, nbytes in free.items()}
+    for usage, disk in zip(usages, disks, strict=True):
+        beside = known[disk.number] if disk is not None else None
+        seconds = full[disk.number] if disk is not None and beside is not None else None
         pattern = usage.pattern if usage else None
         projections = usage.projections if usage else ()
         found.append(
@@ -297,7 +301,7 @@ def usage_figures(usages: Sequence[RunUsage | None], disks: Sequence[FileSystem 
                 disk=disk.number if disk else None,
                 disk_free=disk.free if disk else None,
                 disk_total=disk.total if disk else None,
-                disk_live=sum(one.live for one in known) if sure else None,
+                disk_live=sum(one.live for one in beside) if beside is not None else None,
                 days=seconds / DAY if seconds is not None else None,
             )
         )

@@ -38,6 +38,8 @@ MAX_PROBLEMS = 10_000
 """Problems that are kept of one verification; `treeckpt verify --json` prints all."""
 MAX_TEXT = 1000
 """Characters that are kept of the text of a problem."""
+MAX_TEXTS = 1_500_000
+"""Characters that are kept of the texts of all problems of a verification: so its file is smaller than MAX_RECORD."""
 TICK_NS = 50_000_000
 """Nanoseconds within which two changes of a directory may have the same modification time."""
 MAX_RECORD = 16 << 20
@@ -222,9 +224,9 @@ def found_part(save_id: str, fingerprint: str, problems: list[DamagedPart], *, b
 
 def shown_parts(problems: Sequence[Problem]) -> list[DamagedPart]:
     """Returns what is kept of problems."""
-    return [
-        DamagedPart(one.file, one.text[:MAX_TEXT], one.start or 0, one.stop or 0) for one in problems[:MAX_PROBLEMS]
-    ]
+    kept = problems[:MAX_PROBLEMS]
+    most = min(MAX_TEXT, MAX_TEXTS // max(1, len(kept)))
+    return [DamagedPart(one.file, one.text[:most], one.start or 0, one.stop or 0) for one in kept]
 
 
 _DECODER = msgspec.json.Decoder(Verification)

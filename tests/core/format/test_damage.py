@@ -3,7 +3,14 @@
 import pytest
 
 from tests.helpers.indexes import index_of
-from treeckpt._core.format.byte_map import BadBytes, DamagedLeaf, damaged_leaves, leaves_in_range, rank_path
+from treeckpt._core.format.byte_map import (
+    BadBytes,
+    DamagedLeaf,
+    damaged_leaves,
+    leaves_in_range,
+    rank_path,
+    unreadable_leaves,
+)
 from treeckpt._core.format.records import AliasRecord, ArrayRecord, PerRankArrays, ValueRecord, WholeChunk
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._core.tree.spec import ArraySpec, StridedView, TableSpec
@@ -127,3 +134,15 @@ def test_tables_of_each_rank_are_damaged_apart():
     index = index_of(records, [BYTES], structure=structure)
     name = index.file_list[1].name
     assert list(damaged_leaves(index, [BadBytes(name, 256, 257, "changed")])) == [3, 4, 5]
+
+
+def test_many_ranges_at_once_hit_what_each_alone_does(plain):
+    names = [file.name for file in plain.file_list]
+    bad = [BadBytes(name, start, stop, "changed") for name in names for start in range(0, 540, 7)
+           for stop in (start + 1, start + 9, start + 300)]  # fmt: skip
+    together = [numbers.tolist() for numbers in unreadable_leaves(plain, bad)]
+    assert together == [list(damaged_leaves(plain, [one])) for one in bad]
+    assert [[n for n in numbers if n < 3] for numbers in together] == [
+        sorted(leaves_in_range(plain, plain.file_names[one.file], one.start, one.stop)) for one in bad
+    ]
+    assert unreadable_leaves(plain, []) == []

@@ -86,3 +86,10 @@ def test_page_and_json_and_command_say_the_same(serve, saved, capsys):
             assert page["row"]["id"] == text, "no digit is lost in JSON"
     assert client.get(f"/api/v1{at}/leaves/{leaf['w']}").json()["table"] is None
     assert main(["show", str(saved), "w", "--id", "1"]) != 0
+
+
+def test_a_slot_without_elements_leaves_the_row_compared_with_checksums(tmp_path):
+    slots = {"w": np.ones((5, 2)), "none": np.ones((5, 0))}
+    tc.save(tmp_path, {"emb": tc.KeyedTable(np.arange(5), slots)})
+    found = find(tmp_path, "3")
+    assert found.verified and [slot.elements for slot in found.slots] == [2, 0]

@@ -96,6 +96,20 @@ def test_the_direction_is_that_of_the_policy_unless_the_user_says_another(serve,
     assert "acc:max" in client.get("/?metric=loss&best=acc").text
 
 
+@pytest.mark.parametrize(("keeps", "mode"), [(("best:acc:max", "last:3"), "max"), (("best:acc:max", "best:acc"), None)])
+def test_the_direction_is_that_which_the_runs_have_recorded_if_they_agree(serve, tmp_path, capsys, keeps, mode):
+    runs = [tmp_path / f"{number}" for number in range(len(keeps))]
+    for run, keep in zip(runs, keeps, strict=True):
+        with tc.Manager(run, keep=keep, background=False) as manager:
+            for step in (1, 2):
+                manager.save(step, {"x": step}, metrics={"acc": step / 4})
+    page = asked(serve(*runs), metric="acc")
+    assert page["columns"][0]["mode"] == mode
+    assert [run["values"][0]["best"] for run in page["runs"]] == [None if mode is None else 0.5] * 2
+    assert main(["ls", "--json", "--metric", "acc", *map(str, runs)]) == 0
+    assert [row["metrics"][0]["mode"] for row in json.loads(capsys.readouterr().out)] == [mode] * 2
+
+
 def test_without_a_choice_the_metrics_that_stand_for_the_runs_are_columns(client):
     page = asked(client)
     assert [one["metric"] for one in page["columns"]] == ["loss", "acc"] and page["sort"] == ""

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import numpy as np
@@ -15,8 +16,10 @@ from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed
 from treeckpt._cli.main import main
 from treeckpt._core.columns import bytes_column
 from treeckpt._core.text import bytes_text
+from treeckpt.policy import Last
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
+from treeckpt_dashboard.runs.usage import CleanUpPlans
 from treeckpt_dashboard.store.watch import ScanProgress
 
 
@@ -45,6 +48,15 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "Would be freed" in html
     assert "No policies of this run are known" in client.get("/usage").text
+
+
+def test_requests_at_a_time_wait_for_one_plan(serve, tmp_path):
+    client = serve(write_many(tmp_path / "run", 6))
+    usage_when_made(client)
+    plans, [run] = client.app.state.services[CleanUpPlans], client.app.state.library.runs
+    with ThreadPoolExecutor(8) as pool:
+        made = [one for one in pool.map(lambda _: plans.plan(run, (Last(2),)), range(64)) if one is not None]
+    assert made and all(one is made[0] for one in made)
 
 
 def test_a_run_that_has_ended_neither_grows_nor_fills_the_disk(serve, tmp_path):

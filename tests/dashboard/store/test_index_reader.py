@@ -71,7 +71,7 @@ def test_a_large_index_that_is_damaged_says_so(tmp_path):
     [run] = client.get("/api/v1/runs").json()["runs"]
     answer, _ = get_when_read(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}")
     found = answer.json()["checkpoint"]
-    assert found["status"] == "damaged" and "changed after it was written" in found["error"]
+    assert found["status"] == "damaged" and "expected seal" in found["error"]
     assert list((tmp_path / "cache").glob("**/*.outline")) == []
 
 

@@ -143,7 +143,8 @@ def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -
     found = scan(ObjectRun(url, **server.options()), on_read=lambda done, total: told.append((done, total)))
     assert [info.step for info in found] == list(range(COUNT * 100, 0, -100))
     assert told == [(n, COUNT) for n in range(1, COUNT + 1)]
-    log = server.log()
+    # a page of the test before may still look for failed saves
+    log = [request for request in server.log() if ".failures" not in request["path"]]
     assert len(log) == 1 + 2 * COUNT and rounds(log) <= 40
 
 

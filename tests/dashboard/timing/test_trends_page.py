@@ -138,7 +138,9 @@ def test_a_save_after_a_change_is_told_beside_those_since_then_and_those_before(
     ask = trends(60, lambda n: spans_of(PHASES | {"fsync": 220 if n > 40 else 20}))
     ids = ask()["ids"]
     told = ask(f"/checkpoints/{ids[59]}/timing")["diagnosis"]
-    assert told.startswith("As long as usual: 1 x the median of the 19 saves before it, 276 ms; since step 41 (2025-")
+    assert told.startswith(
+        "As long as the last ones: 1 x the median of the 19 saves before it, 276 ms; since step 41 (2025-"
+    )
     assert "UTC) saves take longer, 3.6 x the 76 ms before; " in told
     assert told.endswith("of it is fsync on all 8 ranks alike, 220 ms to 222 ms.")
     told = ask(f"/checkpoints/{ids[40]}/timing")["diagnosis"]
