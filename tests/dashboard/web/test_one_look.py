@@ -1,5 +1,7 @@
 """A request looks at the directory of its checkpoint once, and hands down what it found."""
 
+import math
+
 import pytest
 
 from treeckpt_dashboard.store.library import Library
@@ -11,9 +13,12 @@ COMPARISONS = ["/api/v1/diff", "/api/v1/diff/values", "/api/v1/diff/changes", "/
 
 
 @pytest.fixture
-def looks(monkeypatch):
-    """The names of the directories that were looked at, one for each look."""
+def looks(monkeypatch, client):
+    """The names of the directories that requests looked at, one for each look: no scan of the run begins meanwhile."""
     found, look = [], Library._look
+    for watch in client.app.state.library.watches.values():
+        watch.refresh(wait=300)
+        monkeypatch.setattr(watch, "_fresh_until", math.inf)
 
     def counted(self, run, folder):
         found.append(folder.name)
