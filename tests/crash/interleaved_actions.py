@@ -164,7 +164,7 @@ def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[
     return found
 
 
-_STAYING = ("index", "shard", "sidecar", "timings", "pin", "damaged")
+_STAYING = ("index", "shard", "sidecar", "timings", "pin", "damaged", "ended")
 """Kinds of files that a committed save may have beside it for good."""
 
 _ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {

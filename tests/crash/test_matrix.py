@@ -17,7 +17,9 @@ import pytest
 import treeckpt as tc
 from tests.crash.cases import AFTER_COMMIT, AFTER_RESULT, CALLS, Case, all_cases, some_cases
 from tests.helpers.world import seed_of, whole_tree
-from treeckpt._core.format.files import step_name
+from treeckpt._core.format.files import ended_name, step_name
+from treeckpt._io.storage.open import open_run
+from treeckpt._runs.failures import DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,10 +83,13 @@ def check_goes_on(run: Path, found: int | None) -> None:
         assert not manager.clean().failed
     assert seed_of(run / step_name(3)) == 3
     kept = [1, 3] if found is None else [2, 3]
-    assert sorted(path.name for path in run.iterdir()) == [step_name(step) for step in kept]
+    assert open_run(run).names() == [step_name(step) for step in kept]
+    assert {path.name for path in run.iterdir()} <= {*map(step_name, kept), DIRECTORY}
     for step in kept:
         index = tc.inspect(run / step_name(step))
         whole = {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)}
+        if step == 3:
+            whole.add(ended_name(index.save_id))
         left = {path.name for path in (run / step_name(step)).iterdir()}
         assert left <= whole and whole - left <= {f"timings.{index.save_id}.json"}, left ^ whole
 

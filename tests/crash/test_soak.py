@@ -17,7 +17,8 @@ import treeckpt as tc
 from tests.crash import soak
 from tests.helpers.background import gone, until
 from tests.helpers.world import assert_holds
-from treeckpt._core.format.files import step_name
+from treeckpt._core.format.files import ended_name, step_name
+from treeckpt._runs.failures import DIRECTORY
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -124,11 +125,12 @@ def check_soak(run: Path, saves: int, lives: int, seed: int) -> None:
     # an hour later: who was killed while reading counts as a reader for a while
     report = RunDirectory(run, clock=lambda: time.time_ns() + 3600 * 10**9).clean([Last(soak.KEEP)], grace=0)
     assert not report.failed and len(report.kept) == soak.KEEP
-    assert sorted(path.name for path in run.iterdir()) == [step_name(step) for step in sorted(report.kept)]
-    files = {path.name for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in run.iterdir()} - {DIRECTORY} == {step_name(step) for step in report.kept}
+    files = {path.name for path in run.rglob("*") if path.is_file() and path.parent.name != DIRECTORY}
     for step in report.kept:
         index = tc.inspect(run / step_name(step))
         files -= {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)}
+        files -= {ended_name(index.save_id)}
         if index.world == 1:
             assert_holds(run / step_name(step), seed=step)
     assert not files, "nothing that no checkpoint needs"

@@ -32,7 +32,9 @@ def test_shards_index_sidecars_and_records_follow_the_umask(tmp_path: Path, mode
     with tc.Manager(tmp_path / "run", background=background) as made:
         made.save(1, TREE, pin=True, files={"config.json": b"{}"})
     found = modes(tmp_path)
-    assert {name.split(".")[0].split("-")[0] for name in found} == {"file", "index", "pinned", "shard", "timings"}
+    assert {name.split(".")[0].split("-")[0] for name in found} == {
+        "ended", "file", "index", "pinned", "shard", "timings",
+    }  # fmt: skip
     assert set(found.values()) == {mode}
 
 
