@@ -86,7 +86,7 @@ def test_what_failed_in_the_last_week_is_one_click_from_home(watched, serve, tmp
     expect(rows.or_(page.locator("#failures tbody tr"))).to_have_count(2)
     page.goto(page.url.partition("/runs/")[0])
     page.get_by_role("link", name="fine", exact=True).click()
-    expect(page.get_by_text("No save is known to have failed")).to_be_visible()
+    expect(page.get_by_role("link", name="No failed saves known, 7 days")).to_be_visible()
 
 
 def test_forty_runs_fit_a_screen_and_are_filtered_as_one_types(watched, place):

@@ -109,7 +109,7 @@ class Failures(msgspec.Struct, frozen=True):
 
     def none_text(self, days: float) -> str:
         """Says that no save of the last so many days is known."""
-        text = f"No save is known to have failed or to have been killed in the last {days:g} days"
+        text = f"No failed or killed save is known in the last {days:g} days"
         return f"{text}; {self.older} before." if self.older else f"{text}."
 
 

@@ -26,7 +26,7 @@ def test_pages_json_and_command_list_the_same_failures(tmp_path, capsys):
     before = page(client)
     at = f"/runs/{before.json()['run']['id']}"
     assert before.json()["failures"]["known"] and not before.json()["failures"]["rows"]
-    assert "No save is known to have failed" in client.get(at).text
+    assert "No failed or killed save is known" in client.get(at).text
     with pytest.raises(tc.TreeError), tc.Manager(run, background=False) as manager:
         manager.save("tuned", {"s": object()})
     leave_killed(run)
