@@ -1,29 +1,31 @@
 """Saves of a run that failed or were killed, also once their files are gone, as `treeckpt ls --failures` lists them.
 
-A thread reads them, so that no page waits for a slow store. A file of a failed save never changes: it is read once.
+A thread reads them, so that no page waits for a slow store.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from treeckpt._runs.catalog import CheckpointInfo
 from treeckpt._runs.failures import SHOWN_DAYS, Failures, SaveFailure, failures_of
-from treeckpt._threads import ThreadPool
 from treeckpt.errors import visible
 
 from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
+from ..store.background_results import BackgroundResults
 from ..store.library import Library, Run
 
 WAIT = 0.2
 """Seconds for which a page waits for a list; then it says that it is being read."""
 FRESH, FAR_FRESH = 1.0, 30.0
 """Seconds after which a list is read again, though no checkpoint has changed."""
+MAX_LISTS = 4096
+"""Runs whose lists are kept."""
 FIRST = 3
 """Failures on the page of a run."""
 
@@ -77,48 +79,23 @@ class FailuresPage(msgspec.Struct, frozen=True):
     rows: list[FailureRow]
 
 
-class _Read(msgspec.Struct, frozen=True):
-    """A list, and of which state of the run."""
-
-    version: int
-    made: float
-    """By the monotonic clock."""
-    failures: Failures
-
-
-class FailureLists:
-    """Lists of failed and killed saves, read one after the other by a thread."""
+class FailureLists(BackgroundResults[str, Failures]):
+    """Lists of failed and killed saves, by run. A file of a failed save never changes: it is read once."""
 
     def __init__(self, library: Library) -> None:
+        super().__init__("treeckpt-failures", most=MAX_LISTS)
         self._library = library
-        self._thread = ThreadPool(1, "treeckpt-failures")
-        self._last: dict[str, _Read] = {}
-        self._pending: dict[str, Future[_Read]] = {}
         self._known: dict[str, dict[str, SaveFailure]] = {}
 
-    def of(self, run: Run, infos: Sequence[CheckpointInfo]) -> Failures | None:
+    def list_of(self, run: Run, infos: Sequence[CheckpointInfo]) -> Failures | None:
         """Returns the last list; starts to read it again unless it is fresh; None while there is none."""
         watch = self._library.watches[run.id]
         if not watch.progress.complete:
             return None
-        self._take(run.id)
-        last, fresh = self._last.get(run.id), FAR_FRESH if run.store.traits.far else FRESH
-        if last is None or last.version != watch.version or time.monotonic() - last.made > fresh:
-            if (pending := self._pending.get(run.id)) is None:
-                pending = self._pending[run.id] = self._thread.submit(self._read, run, watch.version, infos)
-            wait([pending], WAIT if last is None or not run.store.traits.far else 0.0)
-            self._take(run.id)
-            last = self._last.get(run.id)
-        return last.failures if last is not None else None
-
-    def _take(self, run_id: str) -> None:
-        if (pending := self._pending.get(run_id)) is not None and pending.done():
-            self._pending.pop(run_id, None)
-            self._last[run_id] = pending.result()
-
-    def _read(self, run: Run, version: int, infos: Sequence[CheckpointInfo]) -> _Read:
         known = self._known.setdefault(run.id, {})
-        return _Read(version, time.monotonic(), failures_of(run.store, infos, known=known))
+        read = partial(failures_of, run.store, infos, known=known)
+        fresh = FAR_FRESH if run.store.traits.far else FRESH
+        return self.of(run.id, watch.version, read, fresh=fresh, seconds=WAIT)
 
 
 def failures_page(
@@ -139,7 +116,7 @@ def failures_page(
     run = library.run(run_id)
     listed = library.checkpoints(run)
     ids = {info.name: checkpoint_id for checkpoint_id, info in listed}
-    known = lists.of(run, [info for _, info in listed])
+    known = lists.list_of(run, [info for _, info in listed])
     found = (known or Failures(())).of_days(days, time.time_ns() if now_ns is None else now_ns)
     return FailuresPage(
         run=run.id,

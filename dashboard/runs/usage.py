@@ -6,11 +6,8 @@ takes seconds for thousands: a thread does it, and pages say that it has not end
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
 from functools import lru_cache, partial
 
 import msgspec
@@ -19,11 +16,11 @@ from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from treeckpt._runs.catalog import CheckpointInfo, sum_nbytes
 from treeckpt._runs.run import RunDirectory
 from treeckpt._runs.usage import RunUsage, UsageFigures, disk_of, usage_figures, usage_of_run
-from treeckpt._threads import ThreadPool
 from treeckpt.errors import TreeckptError, visible
 from treeckpt.policy import All, Policy, keep_text, parse_keep
 
 from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
+from ..store.background_results import BackgroundResults
 from ..store.foreign_trees import ForeignInfo
 from ..store.library import LastResults, Library, Listed, Run
 from ..store.watch import ScanProgress
@@ -110,54 +107,27 @@ class UsagePage(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The plan of a clean-up, and of which state of the run."""
+    """The plan of a clean-up."""
 
-    version: int
-    made: float
-    """By the monotonic clock."""
     made_ns: int
     report: CleanReport | None
     problem: str | None
 
 
-class CleanUpPlans:
-    """Plans of clean-ups, made one after the other by a thread."""
+class CleanUpPlans(BackgroundResults[tuple[str, tuple[Policy, ...]], Plan]):
+    """Plans of clean-ups, by run and policies."""
 
     def __init__(self, library: Library) -> None:
+        super().__init__("treeckpt-usage", most=MAX_PLANS, pending=MAX_PENDING)
         self._library = library
-        self._thread = ThreadPool(1, "treeckpt-usage")
-        self._plans: OrderedDict[tuple[str, Sequence[Policy]], Plan] = OrderedDict()
-        self._pending: dict[tuple[str, Sequence[Policy]], Future[Plan]] = {}
-        self._lock = threading.RLock()
-
-    def close(self) -> None:
-        """Ends the thread after the plan that it makes."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def plan(self, run: Run, policies: tuple[Policy, ...]) -> Plan | None:
         """Returns the last plan; starts to make one unless it is fresh; None while there is none."""
-        key, version = (run.id, policies), self._library.watches[run.id].version
-        with self._lock:
-            last = self._last(key)
-            if last is not None and last.version == version and time.monotonic() - last.made < PLAN_FRESH:
-                return last
-            if key in self._pending or len(self._pending) >= MAX_PENDING:
-                return last
-            made = self._pending[key] = self._thread.submit(self._make, run, policies, version)
-        wait([made], PLAN_WAIT)
-        with self._lock:
-            return self._last(key)
+        version = self._library.watches[run.id].version
+        make = partial(self._make, run, policies)
+        return self.of((run.id, policies), version, make, fresh=PLAN_FRESH, seconds=PLAN_WAIT)
 
-    def _last(self, key: tuple[str, Sequence[Policy]]) -> Plan | None:
-        """Returns the last plan, after it has taken those that were made meanwhile."""
-        for one in [one for one, pending in self._pending.items() if pending.done()]:
-            self._plans[one] = self._pending.pop(one).result()
-            self._plans.move_to_end(one)
-        while len(self._plans) > MAX_PLANS:
-            self._plans.popitem(last=False)
-        return self._plans.get(key)
-
-    def _make(self, run: Run, policies: Sequence[Policy], version: int) -> Plan:
+    def _make(self, run: Run, policies: Sequence[Policy]) -> Plan:
         report, problem = None, None
         if not self._library.is_run(run):
             problem = "A checkpoint by itself: policies decide about runs."
@@ -168,7 +138,7 @@ class CleanUpPlans:
                 report = directory.clean(policies or (All(),), dry_run=True)
             except (TreeckptError, OSError, ArithmeticError, RecursionError) as error:
                 problem = visible(str(error))
-        return Plan(version, time.monotonic(), time.time_ns(), report, problem)
+        return Plan(time.time_ns(), report, problem)
 
 
 def usage_page(

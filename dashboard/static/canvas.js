@@ -88,6 +88,18 @@ export function hatch(g, x, y, w, h, stroke, step, alpha) {
 }
 
 /**
+ * Marks what is damaged: hatched, in a frame.
+ * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
+ * @param {string} lines the name of the colour of the lines
+ */
+export function markDamage(g, x, y, w, h, lines) {
+  hatch(g, x, y, w, h, colour(lines), 6, 0.9);
+  g.strokeStyle = colour("--gap");
+  g.lineWidth = 2;
+  g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
+}
+
+/**
  * Draws a canvas whenever its width or the colours change; sizes are in CSS pixels. Returns what draws it again.
  * @param {HTMLCanvasElement} canvas
  * @param {{

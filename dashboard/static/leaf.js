@@ -1,7 +1,7 @@
 // @ts-check
 /** The shard map: a plane of an array's index space, its regions coloured by the rank or the file that holds them. */
 import { api, buttonGroup, bytesText, countText, drawn, find, numberText, recalled, remember } from "./dom.js";
-import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, selectable } from "./canvas.js";
+import { colour, fillBox, fillOf, follow, hatch, ink, label, legend, markDamage, selectable } from "./canvas.js";
 
 const holder = find("#map");
 const form = /** @type {HTMLFormElement} */ (find("#axes"));
@@ -64,17 +64,6 @@ const place = (box, s) => [
   (box[2] - box[0]) * s.y,
 ];
 
-/**
- * Marks a region with damaged bytes: hatched, in a frame.
- * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
- */
-function mark(g, x, y, w, h) {
-  hatch(g, x, y, w, h, colour("--card"), 6, 0.9);
-  g.strokeStyle = colour("--gap");
-  g.lineWidth = 2;
-  g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
-}
-
 /** @param {CanvasRenderingContext2D} g @param {number} width @param {number} height */
 function draw(g, width, height) {
   g.clearRect(0, 0, width, height);
@@ -103,7 +92,7 @@ function draw(g, width, height) {
   });
   for (const at of map.damaged) {
     const [x, y, bw, bh] = place(map.boxes[at], s);
-    mark(g, x, y, Math.max(2, bw), Math.max(2, bh));
+    markDamage(g, x, y, Math.max(2, bw), Math.max(2, bh), "--card");
   }
   for (const cut of map.overlaps) {
     const [x, y, bw, bh] = place(cut, s);
@@ -246,7 +235,7 @@ function describe() {
   if (map.missing)
     entries.push({ text: "gap: no chunk holds this", draw: (g) => hatch(g, 0, 0, 13, 13, colour("--gap"), 4, 1) });
   if (map.damaged.length)
-    entries.push({ text: "damaged: bytes differ or are missing", draw: (g) => mark(g, 0, 0, 13, 13) });
+    entries.push({ text: "damaged: bytes differ or are missing", draw: (g) => markDamage(g, 0, 0, 13, 13, "--card") });
   if (map.overlaps.length)
     entries.push({
       text: "overlap: two chunks hold this",

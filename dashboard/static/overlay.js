@@ -1,8 +1,8 @@
 // @ts-check
 /** The page of metrics of several runs: a chart for each metric, with a line for each branch of each run. */
-import { api, base, buttonGroup, clockText, countText, figure, find, make, numberText } from "./dom.js";
+import { api, base, clockText, countText, figure, find, make, numberText } from "./dom.js";
 import { reason, recalled, remember } from "./dom.js";
-import { nameLines, stepChart } from "./plots.js";
+import { axisChoice, nameLines, scaleChoice, stepChart } from "./plots.js";
 
 /**
  * @typedef {{
@@ -22,13 +22,10 @@ const holders = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("#ov
 const metrics = holders.map((holder) => JSON.parse(holder.dataset.metric ?? '""'));
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
-/** The steps that are shown, null for all, how their values are drawn, and whether by the time of saving. */
-const view = {
-  low: numberOf("low"),
-  high: numberOf("high"),
-  log: recalled("axis") === "log",
-  time: recalled("by") === "time",
-};
+/** The steps that are shown, null for all. */
+const view = { low: numberOf("low"), high: numberOf("high") };
+const byTime = axisChoice(() => redraw().catch(fail));
+const isLog = scaleChoice(() => redraw().catch(fail));
 
 /** @param {unknown} error */
 function fail(error) {
@@ -39,7 +36,7 @@ function fail(error) {
 const pointsOf = (lines) =>
   lines
     .flatMap((line) =>
-      line.ids.map((_, n) => ({ at: view.time ? line.created[n] : line.step[n], line, n })),
+      line.ids.map((_, n) => ({ at: byTime() ? line.created[n] : line.step[n], line, n })),
     )
     .filter((point) => point.at !== null)
     .sort((a, b) => (a.at ?? 0) - (b.at ?? 0));
@@ -64,7 +61,7 @@ function textAt(place) {
     const values = same.map(({ line, n }) => `${line.metric} ${valueText(line.values[n])}`);
     return [`${names.get(run)} at step ${numberText(near.line.step[near.n])}: ${values.join(", ")}`];
   });
-  return [view.time ? clockText(place) : `step ${numberText(place)}`, ...parts].join(" · ");
+  return [byTime() ? clockText(place) : `step ${numberText(place)}`, ...parts].join(" · ");
 }
 
 const charts = holders.map((holder, number) => {
@@ -103,7 +100,7 @@ const charts = holders.map((holder, number) => {
       drawn[lines.indexOf(line)].values[place] = typeof value === "number" ? value : null;
       if (typeof value === "string") marks[place] = value;
     }
-    const { log, time } = view;
+    const [log, time] = [isLog(), byTime()];
     const text = (/** @type {number} */ n) => figure(n, 5);
     draw({ steps: places, lines: drawn, text, free: true, log, time, marks, low: null, high: null });
   };
@@ -115,7 +112,7 @@ async function redraw() {
   shown = (await api("overlay/lines", query)).lines;
   const drawn = shown.reduce((sum, line) => sum + line.ids.length, 0);
   const saves = shown.reduce((sum, line) => sum + line.saves, 0);
-  const untimed = view.time ? shown.reduce((sum, { created }) => sum + created.filter((t) => t === null).length, 0) : 0;
+  const untimed = byTime() ? shown.reduce((sum, { created }) => sum + created.filter((t) => t === null).length, 0) : 0;
   const about = [
     drawn < saves
       ? `Of ${countText(saves, "value")} the lowest and the highest of each bin are drawn: ${numberText(drawn)}.`
@@ -136,7 +133,7 @@ async function redraw() {
  */
 function zoom(low, high) {
   let [from, to] = [low, high];
-  if (view.time && low !== null && high !== null) {
+  if (byTime() && low !== null && high !== null) {
     const points = pointsOf(shown).filter(({ at }) => (at ?? low - 1) >= low && (at ?? low - 1) <= high);
     if (!points.length) return;
     const steps = points.map(({ line, n }) => line.step[n]);
@@ -148,16 +145,6 @@ function zoom(low, high) {
 }
 
 find("#range-all").addEventListener("click", () => zoom(null, null));
-buttonGroup("data-axis", (value) => {
-  view.log = value === "log";
-  remember({ axis: view.log ? value : null });
-  redraw().catch(fail);
-})(view.log ? "log" : "linear");
-buttonGroup("data-by", (value) => {
-  view.time = value === "time";
-  remember({ by: view.time ? value : null });
-  redraw().catch(fail);
-})(view.time ? "time" : "step");
 
 links.forEach((link) =>
   link.before(make("span", { class: `swatch ${colourOf(link.dataset.run ?? "").slice(2)}`, "aria-hidden": "true" })),

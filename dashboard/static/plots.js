@@ -408,3 +408,14 @@ export function axisChoice(redraw) {
   })(time ? "time" : "step");
   return () => time;
 }
+
+/** The choice of the axis of values. Returns whether it is logarithmic, not linear. @param {() => void} redraw */
+export function scaleChoice(redraw) {
+  let log = recalled("axis") === "log";
+  buttonGroup("data-axis", (value) => {
+    log = value === "log";
+    remember({ axis: log ? value : null });
+    redraw();
+  })(log ? "log" : "linear");
+  return () => log;
+}

@@ -3,7 +3,8 @@
 import { api, base, buttonGroup, bytesText, countText, find, make, numberText } from "./dom.js";
 import { drawn, isReport, recalled, remember, tableOf, visible } from "./dom.js";
 import { bytesColumn, numbersColumn } from "./columns.js";
-import { colour, fillName, fillOf, follow, hatch, ink, legend, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
+import { colour, fillName, fillOf, follow, ink } from "./canvas.js";
+import { legend, markDamage, noter, pixelOf, rgbOf, selectable } from "./canvas.js";
 import { hierarchy, treemap } from "./vendor/d3-hierarchy-3.1.3.min.js";
 
 /**
@@ -95,7 +96,8 @@ function arrange(width, height) {
   parents.forEach((parent, box) => {
     if (parent >= 0) (inner[parent] ??= []).push(box);
   });
-  starts = new Map(inner.map((boxes, box) => [box, commonStart(boxes.flatMap((one) => nameOf(one).split(" … ")))]));
+  starts = new Map();
+  inner.forEach((boxes, box) => starts.set(box, commonStart(boxes.flatMap((one) => nameOf(one).split(" … ")))));
   const root = hierarchy(0, (box) => inner[box]);
   root.sum((box) => (inner[box] ? 0 : nbytes[box]));
   const layout = /** @type {typeof treemap<number>} */ (treemap)().size([width, height]).paddingInner(1).round(true);
@@ -142,7 +144,10 @@ function describe() {
     shown.push({ text: `and ${numberText(entries.length - NAMED)} more, in these colours again`, draw: () => {} });
   if (parts.length !== areas.leaves.length) shown.push({ text: "two shades: neighbours", draw: shades });
   if (page?.damaged.length)
-    shown.push({ text: "damaged leaf", draw: (/** @type {CanvasRenderingContext2D} */ g) => mark(g, 0, 0, 13, 13) });
+    shown.push({
+      text: "damaged leaf",
+      draw: (/** @type {CanvasRenderingContext2D} */ g) => markDamage(g, 0, 0, 13, 13, "--gap"),
+    });
   legend(find("#treemap-legend"), shown);
 }
 
@@ -180,17 +185,6 @@ function write(g, text, x, y, room) {
     shown = `…${shown.slice(-keep).replace(/^[./]/, "")}`; // leaves differ in the end of their names
   }
   g.fillText(shown, x, y);
-}
-
-/**
- * Marks a damaged leaf: hatched, in a frame.
- * @param {CanvasRenderingContext2D} g @param {number} x @param {number} y @param {number} w @param {number} h
- */
-function mark(g, x, y, w, h) {
-  hatch(g, x, y, w, h, colour("--gap"), 6, 0.9);
-  g.strokeStyle = colour("--gap");
-  g.lineWidth = 2;
-  g.strokeRect(x + 1, y + 1, Math.max(0, w - 2), Math.max(0, h - 2));
 }
 
 /**
@@ -235,7 +229,7 @@ function paint(g) {
   }
   const harmed = new Set(page?.damaged);
   for (const { box, x0, y0, x1, y1 } of harmed.size ? areas.leaves : [])
-    if (harmed.has(box)) mark(g, x0, y0, Math.max(2, x1 - x0), Math.max(2, y1 - y0));
+    if (harmed.has(box)) markDamage(g, x0, y0, Math.max(2, x1 - x0), Math.max(2, y1 - y0), "--gap");
   g.fillStyle = colour("--text");
   for (const area of areas.frames)
     write(

@@ -1,11 +1,11 @@
 // @ts-check
 /** The page of trends: phases, ranks and figures over the steps of a run. A step leads to the timing of its save. */
-import { api, base, buttonGroup, bytesText, clockText, countText, figure, find, numberText } from "./dom.js";
+import { api, base, bytesText, clockText, countText, figure, find, numberText } from "./dom.js";
 import { drawn as drawnOrFailed, reason, recalled, remember, secondsText } from "./dom.js";
 import { refresh } from "./live.js";
 import { namePhases, paintOf } from "./phases.js";
 import { fillName } from "./canvas.js";
-import { axisChoice, nameLines, stepChart } from "./plots.js";
+import { axisChoice, nameLines, scaleChoice, stepChart } from "./plots.js";
 import { binText, rankHeat } from "./rank_heat.js";
 
 /**
@@ -36,8 +36,9 @@ const metric = (n, digits = 5) => figure(n, digits);
 const numberOf = (/** @type {string} */ name) => (recalled(name) === null ? null : Number(recalled(name)));
 
 /** The steps that are shown, null for all, and how their values are drawn. */
-const view = { low: numberOf("low"), high: numberOf("high"), log: recalled("axis") === "log" };
+const view = { low: numberOf("low"), high: numberOf("high") };
 const byTime = axisChoice(() => redraw().catch(fail));
+const isLog = scaleChoice(() => redraw().catch(fail));
 
 const open = (/** @type {string} */ id) => {
   location.href = `${base}checkpoints/${id}/timing`;
@@ -169,7 +170,7 @@ function lineCharts() {
     charts = holders.map((holder) => contents(data, holder));
     order = ordered(data);
     const steps = order.map((n) => places(data)[n] ?? 0);
-    const common = { steps, log: view.log, time: byTime(), ...shownRange(data) };
+    const common = { steps, log: isLog(), time: byTime(), ...shownRange(data) };
     const faint = { label: "abandoned branches", colour: "--dim", values: [], faint: true };
     draws.forEach((draw, n) => {
       const { words, lines } = charts[n];
@@ -215,7 +216,7 @@ function phaseChart() {
   });
   return (shown) => {
     bins = shown;
-    const [{ log }, time, apart] = [view, byTime(), phaseLines(bins)];
+    const [log, time, apart] = [isLog(), byTime(), phaseLines(bins)];
     const steps = places(bins).map((place) => place ?? 0);
     draw({ steps, lines: log ? apart : sums(apart), text: secondsText, stacked: !log, log, time, ...shownRange(bins) });
     namePhases(
@@ -298,11 +299,6 @@ for (const button of document.querySelectorAll("button[data-last]"))
     else zoom(null, null);
   });
 find("#range-all").addEventListener("click", () => zoom(null, null));
-buttonGroup("data-axis", (value) => {
-  view.log = value === "log";
-  remember({ axis: view.log ? value : null });
-  redraw().catch(fail);
-})(view.log ? "log" : "linear");
 
 /** The metrics that have a chart. */
 const shownMetrics = [...document.querySelectorAll("[data-metric]")].map((holder) =>

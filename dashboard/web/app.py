@@ -118,7 +118,7 @@ def _check_cache(cache: str | Path | None, runs: Sequence[str | Path]) -> None:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    for kind in (VerifyJobs, NanJobs, ChangeJobs, CleanUpPlans, Library):
+    for kind in (VerifyJobs, NanJobs, ChangeJobs, CleanUpPlans, FailureLists, Library):
         app.state.services[kind].close()
 
 

@@ -35,7 +35,7 @@ def test_which_of_six_runs_is_best_takes_one_click(runs):
     began = time.monotonic()
     runs.get_by_role("link", name="The best is the lowest loss").click()
     row = runs.get_by_role("row").filter(has_text="best").filter(has_text="run-4")
-    expect(row).to_contain_text("0.625 at 800")
+    expect(row).to_contain_text("0.6250 at 800")
     assert time.monotonic() - began < SECONDS
     expect(runs.get_by_role("row").nth(1)).to_contain_text("run-4")
     expect(runs).to_have_url(re.compile(r"best=loss%3Amin.*sort=best%3Aloss"))
@@ -63,7 +63,7 @@ def test_ticked_runs_are_laid_over_each_other_by_step_and_by_time(runs, accessib
         "step 100 · run-1 at step 100: loss 3.5, accuracy 0.75 · run-5"
     )
     runs.get_by_role("button", name="by time").click()
-    expect(runs).to_have_url(re.compile("by=time"))
+    expect(runs).to_have_url(re.compile("along=time"))
     accessible(runs, "the overlay")
     runs.set_viewport_size({"width": 390, "height": 844})
     expect_phone_width(runs)
