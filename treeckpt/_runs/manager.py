@@ -619,7 +619,7 @@ class Manager:
         """Returns the step of the present branch with the best metric; None, and logs those there are, if none has it.
 
         Args:
-            metric: by default the metric of the first `Best` policy.
+            metric: by default the metric of the first `Best` policy, which may be that of `Total`.
             mode: by default the mode of the policy with this metric, otherwise "min".
         """
         policy = best_policy(self._policies, metric, mode)
