@@ -58,6 +58,8 @@ NAMES = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "delete",
+    "exists",
     "inspect",
     "load",
     "load_abstract",

@@ -364,11 +364,10 @@ def with_verification(info: CheckpointInfo, folder: Store, known: VerificationSt
 
 
 def step_info(info: CheckpointInfo) -> StepInfo:
-    """Returns the data of a checkpoint by which policies decide."""
+    """Returns the data of a checkpoint by which policies decide; of one that is none of a run, with its name."""
     step = id_of(info)
-    assert step is not None, "a checkpoint of a run has a step, or a text in its place"
     return StepInfo(
-        step,
+        info.name if step is None else step,
         info.created_ns or 0,
         metrics=info.metrics,
         pinned=info.pinned,

@@ -3,13 +3,7 @@
 By default a checkpoint is complete if its index decodes and every shard that it names has its size; only the index is
 read for that. On request everything is read and compared with its checksums.
 
-A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the
-index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
-on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
-goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
-with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
-
-`kept_files` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
+`removal` deletes a checkpoint, `_inspect.deletion` decides which, `catalog` describes them.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ import contextlib
 import difflib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,7 +23,6 @@ from .._core.format.files import (
     PIN_NAME,
     CheckpointId,
     check_id,
-    deleted_name,
     id_order,
     id_text,
     is_step_name,
@@ -44,27 +36,15 @@ from .._inspect.deletion import (
     JoinedRun,
     Removal,
     RetainedDirectory,
-    StepDirectory,
     plan_cleanup,
-    plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
 from .._io.storage.checkpoint import KnownIndex, LruStatCache, NewestIndex, StatCache
 from .._io.storage.deletions import (
-    DECIDED,
     GRACE,
-    decide_deletion,
-    delete_files,
     deletion_times,
-    file_facts,
-    hold_lock,
-    index_of_save,
-    index_state,
-    remove_leftovers,
-    take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
-from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
@@ -85,6 +65,7 @@ from .catalog import (
     with_verification,
 )
 from .failures import FailureHistory
+from .removal import CheckpointRemover, checked, held_error, incomplete_error
 from .repair_advice import repair_advice
 from .verification import (
     DamagedPart,
@@ -132,6 +113,7 @@ class RunDirectory:
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
         self.failures = FailureHistory(self.store)
+        self._remover = CheckpointRemover(self._clock, self._cache, self.failures)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
@@ -175,7 +157,7 @@ class RunDirectory:
         seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
-            _checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
+            checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
         )
         return [(folders[info.name], info) for info in ours]
 
@@ -201,7 +183,7 @@ class RunDirectory:
         """
         folder = self.folder(step)
         if joined is None:
-            info = _checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
+            info = checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
         else:
             none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of {id_text(step)}")
             info = next((each for each in joined if each.name == folder.name), none)
@@ -209,12 +191,10 @@ class RunDirectory:
             raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load", joined)
         if info.files == "complete":
             return info
-        foreign = describe_foreign(info.path) if info.files == "foreign" else None
-        advice = repair_advice(info)
-        found, hint = foreign or (info.error or info.files, advice.text if advice is not None else "")
-        if info.files == "damaged":
-            raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
-        raise self._not_found(step, found, hint, joined)
+        error = incomplete_error(info)
+        if info.files != "damaged":
+            error.add_hint(loadable_text(self.checkpoints() if joined is None else joined, step))
+        raise error
 
     def _not_found(
         self, step: CheckpointId, found: str, hint: str = "", joined: Sequence[CheckpointInfo] | None = None
@@ -290,7 +270,9 @@ class RunDirectory:
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
+        facts = [
+            self._remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
+        ]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -300,7 +282,8 @@ class RunDirectory:
             on_removal(number, len(planned.removed))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
-                    why = self.remove_directory(removal, grace) if free else "it is being saved"
+                    folder = self.store.folder(removal.name)
+                    why = self._remover.remove(folder, removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
@@ -334,23 +317,18 @@ class RunDirectory:
             CheckpointError: it is damaged, pinned, being read or being written; with `force`, one of the last three.
         """
         _, removal = self.plan_deletion(step, force=force, grace=grace)
-        folder, why = self.folder(step), ""
-        with (
-            claim(folder.name) as free,
-            _write_errors(folder.place),
-            contextlib.suppress(FileNotFoundError),
-        ):
-            why = self.remove_directory(removal, grace) if free else "it is being saved"
-        # Once its index is gone it is no checkpoint any more, and the next clean-up removes the rest.
-        if why and (removal.what == "leftovers" or folder.entries().keys() & {INDEX_NAME}):
-            raise _held(folder, why)
+        folder = self.folder(step)
+        with claim(folder.name) as free:
+            if not free:
+                raise held_error(folder, "it is being saved")
+            self._remover.delete(folder, removal, grace)
 
     def plan_deletion(
         self, step: CheckpointId, *, force: bool = False, grace: float = GRACE
     ) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
+        info = checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
         if not force and info.files != "complete":
             try:
                 info = self.checkpoint(step)
@@ -358,124 +336,10 @@ class RunDirectory:
                 if info.files in ("damaged", "partial"):
                     error.add_hint("force=True deletes it all the same")
                 raise
-        if force and folder.is_link:
-            return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
-        if info.files == "foreign" or id_of(info) is None:
+        is_link = force and folder.is_link
+        if not is_link and (info.files == "foreign" or id_of(info) is None):
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
-        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
-        if isinstance(plan, RetainedDirectory):
-            raise _held(folder, plan.why)
-        return info, plan
-
-    def _fact(
-        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
-    ) -> StepDirectory:
-        assert info.files != "foreign", "_read_infos returns none"
-        save_id = info.save_id if info.files != "partial" else None
-        unread = info.files == "unread" and not force
-        step = step_info(info)
-        if disks is not None:
-            step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
-        return StepDirectory(
-            **msgspec.structs.asdict(step),
-            name=info.name,
-            status=info.files,
-            modified_ns=0 if unread else folder.modified_ns() or 0,
-            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
-            save_id=None if unread else save_id,
-            problem=info.error or "",
-            path=folder.place,
-            whole=disks is None or (info.name, info.save_id or "") in disks.whole,
-            elsewhere=info.elsewhere if disks is None else "",
-        )
-
-    def remove_directory(self, removal: Removal, grace: float) -> str:
-        """Carries a removal out; says why not, if something has changed since it was decided."""
-        folder = self.store.folder(removal.name)
-        if folder.is_link:  # what it leads to is not this run's
-            if removal.what == "leftovers" and removal.files:
-                return "it is a link, and what it leads to stays"
-            folder.remove_link()
-            return ""
-        self.failures.keep_removed(folder, removal.files, committed=removal.save_id or "")
-        if removal.what == "leftovers":
-            return remove_leftovers(folder, removal)
-        mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
-        why = ""
-        try:
-            with hold_lock(folder, "deleting"):
-                why = self._take_index(folder, removal, grace, mark)
-            if not why:
-                marks = (removal.files[-1], mark)
-                delete_files(folder, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
-                folder.sync()
-        finally:
-            # of several clean-ups at once, the one that is the last to delete its last file finds no other
-            if removal.directory and not why:
-                with contextlib.suppress(OSError, StoreError):
-                    folder.remove_directory()
-        return why
-
-    def _take_index(self, folder: Store, removal: Removal, grace: float, mark: str) -> str:
-        """Takes the index of a checkpoint away, under a lock; says why not, if that may not be.
-
-        Raises:
-            FileNotFoundError: another process has deleted it.
-        """
-        store, taken, marked = folder, False, False
-        assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        try:
-            # the plan may be outdated: other removals took place before this one
-            now = folder.listed()
-            info = _checked(read_info(now, cache=self._cache, or_unread=removal.force))
-            why = self._reason_to_keep(info, now, grace, force=removal.force)
-            known = not why and info.files != "unread"
-            index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
-            if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
-                index = 0 if info.files == "unread" else index_state(store) or 0
-            if index is None:
-                if folder.entry(INDEX_NAME) is None:
-                    raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
-                return why or _REPLACED
-            if not store.traits.renames:
-                marked = True
-                store.publish(mark, index if isinstance(index, bytes) else DECIDED, replace=True)
-            taken = True  # it may be, also where an interrupt comes or an answer is lost
-            try:
-                take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
-            except (CheckpointExists, FileNotFoundError):
-                taken = False
-                raise
-            folder.sync()
-            now = folder.listed()
-            if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
-                taken = False
-                if store.traits.renames:
-                    with contextlib.suppress(FileNotFoundError):  # a save or clean-up has put it back
-                        store.rename(mark, INDEX_NAME, replace=False)
-                elif isinstance(index, bytes):
-                    with contextlib.suppress(CheckpointExists):
-                        store.publish(INDEX_NAME, index, replace=False)
-                return "it has been pinned meanwhile"
-            if not decide_deletion(store, mark, removal.files[-1]):
-                if index_of_save(folder, removal.save_id) is None:
-                    raise FileNotFoundError(f"{folder.place}/{mark}")
-                return "it has been pinned meanwhile"
-            return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
-        except CheckpointExists:
-            return _REPLACED
-        finally:
-            if marked and not taken:
-                store.delete(mark)
-
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> str:
-        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
-        if info.pinned:
-            return "it has been pinned meanwhile"
-        if info.files == "foreign" or (info.files != "complete" and not force):
-            return f"it is {info.files} now"
-        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
-        return plan.why if isinstance(plan, RetainedDirectory) else ""
+        return info, self._remover.plan(info, folder, grace, force=force)
 
 
 def refuse_link(store: Store) -> None:
@@ -488,20 +352,6 @@ def refuse_link(store: Store) -> None:
         expected, found = "a directory, or nothing", "a link, through which no save goes"
         hint = "Remove the link; what it leads to stays as it is"
         raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
-
-
-def _held(folder: Store, why: str) -> CheckpointError:
-    held = why.removeprefix("no policy keeps it, but ")
-    hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
-    return CheckpointError(folder.place, expected="a checkpoint that nothing holds", found=held, hint=hint)
-
-
-def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """Marks a checkpoint as damaged if its index records another step than its directory's name: it was moved."""
-    if info.files == "complete" and (step := step_of(info.name)) is not None and info.step != step:
-        found = f"its index says step {info.step}, not what its name says"
-        return msgspec.structs.replace(info, files="damaged", error=found)
-    return info
 
 
 class OtherDisks(Exception):
