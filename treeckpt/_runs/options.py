@@ -25,7 +25,7 @@ from .._saving.options import (
 from ..errors import TreeckptError, TreeError
 from ..policy import All, Best, KeepError, Last, Policy, best_among, check_policies, parse_keep
 from ..rules import Renaming, Transforms
-from .catalog import METRICS
+from .index_summary import METRICS
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 
