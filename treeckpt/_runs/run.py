@@ -312,7 +312,7 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
-        gone = {removal.name for removal in removed}
+        gone = {removal.name for removal in removed if removal.what == "checkpoint"}
         for (folder, info), fact in zip(infos, facts, strict=True):
             if info.files == "complete" and info.name not in gone | busy and not folder.is_link:
                 restore_plain_names(folder, [file.name for file in fact.files])
