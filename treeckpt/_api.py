@@ -64,7 +64,7 @@ __all__ = [
 SavePath = str | os.PathLike[str] | Store
 _DROPPED = "This rank's tree, if it was loaded, is dropped"
 _NO_ARRAY = "No array is read here: leave it out"
-AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
+AnyComm = Any  # what `as_comm` takes
 
 
 @checks_options
@@ -97,7 +97,8 @@ def save(
             `state_dict` and `load_state_dict` stands for the result of `state_dict`.
         step: of training, 0 or more, kept in the index.
         comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
-            or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
+            `treeckpt.comm(store, rank, size)` or (rank, size, store) without one, or mpi4py's communicator; by default
+            the default group, if that is up. "alone" saves in this process without talking.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
