@@ -212,8 +212,8 @@ def _warn_of_adapters(entries: Sequence[StateDictEntry], left_out: Mapping[str, 
         if names and _warned.get(root) != names:
             _warned[root] = names
             _log.warning(
-                "training.state(frozen=False) leaves out adapters that are not active: %s (%s). frozen=True saves them; "
-                "exclude= with their names says that it is meant",
+                "training.state(frozen=False) leaves out adapters that are not active: %s (%s). frozen=True saves "
+                "them; exclude= with their names says that it is meant",
                 ", ".join(sorted(names)),
                 some_of("parameters", [path for _, path in left]),
             )

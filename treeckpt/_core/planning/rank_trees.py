@@ -23,8 +23,8 @@ from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..tree.structure import PerRankNode, Structure, paths_of
 
 SPLIT_ADVICE = (
-    "Where a wrapper has split a model or its optimizer into flat parts (FSDP1, ZeRO), tc.training.state(model, optimizer) "
-    "saves it, or says what does"
+    "Where a wrapper has split a model or its optimizer into flat parts (FSDP1, ZeRO), "
+    "tc.training.state(model, optimizer) saves it, or says what does"
 )
 
 

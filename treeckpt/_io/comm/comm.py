@@ -1,9 +1,9 @@
 """Message exchange between ranks over a key-value store, without collectives of the user's process groups.
 
 A comm posts, awaits and removes messages by key; `rounds` defines their order and the save that they belong to.
-`TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store. `as_comm`
-knows all that the argument `comm` of public functions may be; another kind of comm is a class with the methods of
-`Comm`, and a line there.
+`TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store.
+`as_comm` knows all that the argument `comm` of public functions may be; another kind of comm is a class with the
+methods of `Comm`, and a line there.
 
 Whether a launcher has started this process as one of several ranks is found out by the environment alone: torchrun,
 srun, mpirun and jax.distributed tell each process its rank and the number of ranks. Processes without a comm would each
@@ -207,8 +207,8 @@ def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
         ranks={launched.rank: "it cannot reach the others"},
         expected=f"a way to reach the other ranks, of {launched.size}",
         found=f"{launched.evidence}, but no process group of torch.distributed, and no {name}",
-        hint=f"Call dist.init_process_group first, or pass {name}={others}; a process that is to do this by itself, whatever "
-        f'the others do, passes {name}="alone"',
+        hint=f"Call dist.init_process_group first, or pass {name}={others}; a process that is to do this by itself, "
+        f'whatever the others do, passes {name}="alone"',
     )
 
 
@@ -516,7 +516,7 @@ def comm(store: Any, rank: int, size: int, *, timeout: float = TIMEOUT) -> Comm:
 
 _STORE_METHODS = ("set", "get", "check", "delete_key")
 _MPI_TAG = 32_749
-"""The tag of the one message by which rank 0 tells the others where its TCPStore is; MPI has tags up to 32767 at least."""
+"""The tag of the message by which rank 0 tells the others where its TCPStore is; MPI has tags up to 32767 at least."""
 
 
 class MpiComm:
