@@ -59,6 +59,7 @@ NAMES = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "comm",
     "inspect",
     "load",
     "load_abstract",

@@ -97,9 +97,8 @@ def save(
             `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
             `state_dict` and `load_state_dict` stands for the result of `state_dict`.
         step: of training, 0 or more, kept in the index.
-        comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
-            `treeckpt.comm(store, rank, size)` or (rank, size, store) without one, or mpi4py's communicator; by default
-            the default group, if that is up. "alone" saves in this process without talking.
+        comm: which ranks save: a process group of torch.distributed, by default the default one, if it is up; what
+            `treeckpt.comm` returns, or (rank, size, store); mpi4py's communicator; "alone" saves in this process alone.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
@@ -250,8 +249,7 @@ def load(
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
-    comm = as_comm(comm, sends_messages=together or partial)
-    with _ending(comm, path, together=together, partial=partial, hint=_DROPPED) as ranks:
+    with _ending(comm, path, together=together, partial=partial, hint=_DROPPED) as (comm, ranks):
         options = LoadOptions(
             **choice_of(select, exclude, rename, transforms), strict=strict, ids=ids, cast=cast, device=device,
             read=read_of(read, "load"), fallback=fallback_of_load(fallback, "load"), allow_pickle=allow_pickle,
@@ -348,9 +346,8 @@ def load_into(
     >>> print(tc.load_into("run/step_00000100", {"model": model, "step": 0}).loaded)
     3
     """
-    comm = as_comm(comm, sends_messages=together or partial)
     hint = "What was to be filled may be filled on some ranks only"
-    with _ending(comm, path, together=together, partial=partial, hint=hint) as ranks:
+    with _ending(comm, path, together=together, partial=partial, hint=hint) as (comm, ranks):
         # what is new in the tree, as an array in the state of an object, is to have memory of its own
         read = msgspec.structs.replace(read_of(read, "load_into", IN_PLACE), copy=True)
         options = LoadOptions(
@@ -368,18 +365,18 @@ def load_into(
 
 @contextmanager
 def _ending(
-    comm: Comm, path: Any, *, together: bool, hint: str, partial: bool = False
-) -> Iterator[PartialRanks | None]:
-    """Gives the context in which a rank loads: with `together` its end is that of all ranks.
+    comm: AnyComm, path: Any, *, together: bool, hint: str, partial: bool | PartialRanks = False
+) -> Iterator[tuple[Comm, PartialRanks | None]]:
+    """Gives the comm of a load, and with `partial` the ranks that are strict together, for its body.
 
-    It gives the ranks that are strict together, with `partial`.
+    With `together` its end is that of all ranks.
     """
     if not isinstance(together, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MismatchError("together", expected="True or False", found=f"{together!r:.60}")
-    url = f"{getattr(path, 'url', path)}"
+    comm, url = as_comm(comm, sends_messages=together or bool(partial)), f"{getattr(path, 'url', path)}"
     end = ending_together(comm, "load", url, hint=hint) if together else nullcontext()
     with end, partial_ranks(comm, url, partial) as ranks:
-        yield ranks
+        yield comm, ranks
 
 
 def load_async(

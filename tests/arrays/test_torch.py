@@ -473,7 +473,7 @@ def test_a_parameter_that_zero_3_has_partitioned_is_refused_by_name() -> None:
     assert "of shape (3, 5), which DeepSpeed ZeRO-3 has partitioned" in text and "GatheredParameters" in text
     store = tc.MemoryStore()
     tc.save(store, {"w": torch.ones(3, 5), "none": torch.empty(0)})
-    with pytest.raises(tc.TreeckptError, match="w: .*DeepSpeed ZeRO-3"):
+    with pytest.raises(tc.TreeckptError, match=r"w: .*DeepSpeed ZeRO-3"):
         tc.load_into(store, {"w": partitioned(Parameter(torch.ones(3, 5))), "none": torch.empty(0)})
 
 

@@ -18,7 +18,6 @@ from .._io.comm.comm import Comm
 from .._io.comm.rounds import Round
 from ..errors import MismatchError, TreeckptError
 
-
 _OWN = "~rank*"
 """What stands in the path of state that each rank has of its own."""
 
@@ -98,12 +97,18 @@ class PartialRanks:
 
 
 @contextlib.contextmanager
-def partial_ranks(comm: Comm, url: str, partial: bool) -> Iterator[PartialRanks | None]:
+def partial_ranks(comm: Comm, url: str, partial: bool | PartialRanks) -> Iterator[PartialRanks | None]:
     """Gives the ranks of a load for the body that carries it out; None where each rank is strict for itself.
+
+    Args:
+        partial: the ranks, where a caller has them.
 
     Raises:
         MismatchError: `partial` is no bool.
     """
+    if isinstance(partial, PartialRanks):
+        yield partial
+        return
     if not isinstance(partial, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MismatchError("partial", expected="True or False", found=f"{partial!r:.60}")
     ranks = PartialRanks(comm, url) if partial else None

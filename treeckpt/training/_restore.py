@@ -206,19 +206,23 @@ def restore(
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
     comm, under = as_comm(comm, sends_messages=partial), under if isinstance(under, str) else as_path(under, "under")
-    options = LoadOptions(
-        **choice_of(select, exclude), strict=strict, cast=cast,
-        rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
-        fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
-    )  # fmt: skip
-    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
-    stored, ranks = following(source, options.read.follow_links), LoadingRanks(comm) if options.read.once else None
-    with partial_ranks(comm, "restore", partial) as union:
-        options = msgspec.structs.replace(options, partial=union)
-        run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
-        if not is_stored(source):
-            return run(source)
-        return on_versions(stored, run, together=bool(ranks) or partial, across=ranks)
+    with partial_ranks(comm, "restore", partial) as ranks:
+        options = LoadOptions(
+            **choice_of(select, exclude), strict=strict, partial=ranks, cast=cast, allow_pickle=allow_pickle,
+            rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
+            fallback=fallback_of(fallback, "restore", NO_SALVAGE), namespace=namespace,
+        )  # fmt: skip
+        targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
+        return _on_versions(source, comm=comm, options=options, targets=targets, under=under, from_root=from_root)
+
+
+def _on_versions(source: Any, *, comm: Comm, options: LoadOptions, **others: Any) -> RestoreReport:
+    """Restores from a tree, or from files, on one version of each checkpoint."""
+    run = functools.partial(_restore, comm=comm, options=options, **others)
+    if not is_stored(source):
+        return run(source)
+    stored, across = following(source, options.read.follow_links), LoadingRanks(comm) if options.read.once else None
+    return on_versions(stored, run, together=bool(across or options.partial), across=across)
 
 
 def _restore(

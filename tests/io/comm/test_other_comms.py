@@ -73,7 +73,9 @@ def test_another_thing_is_refused_with_all_that_is_taken(given: Any, tmp_path: P
 
 @pytest.mark.parametrize("given", [(2, 2), (-1, 2), (0, 0), (0.0, 2), (True, 2)])
 def test_a_rank_that_is_none_is_refused(given: tuple[Any, Any]) -> None:
-    with pytest.raises(tc.TreeckptError, match="comm: expected a Store of torch.distributed, and a rank from 0 up to"):
+    with pytest.raises(
+        tc.TreeckptError, match=r"comm: expected a Store of torch\.distributed, and a rank from 0 up to"
+    ):
         tc.comm(dist.HashStore(), *given)
     with pytest.raises(tc.TreeckptError, match="found 'a store', rank 0 of 2"):
         as_comm((0, 2, "a store"))
