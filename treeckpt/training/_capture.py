@@ -81,9 +81,8 @@ def state(
             "first": without one that of rank 0 counts, whatever the others have. "same": all are compared, as plain
             tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
-        frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
-            is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it. A
-            warning names adapters of PEFT among it, which are not active.
+        frozen: False leaves out parameters without gradients, as beside adapters (LoRA): named under "left_out", which
+            `restore` takes with `strict="missing"` and reports. A warning names adapters of PEFT that are not active.
 
     Raises:
         TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
@@ -93,7 +92,6 @@ def state(
     if buffers not in get_args(Buffers):
         raise TreeError("buffers", expected=", ".join(map(repr, get_args(Buffers))), found=f"{buffers!r:.60}")
     left_out = _left_out(entries.entries, globs_of(select), globs_of(exclude, "exclude"), frozen=frozen)
-    _warn_of_adapters(entries.entries, left_out)
     every = buffers in ("per_rank", "same")
     kept = [e for e in entries.entries if (e.owned is not False or every) and e.full_name not in left_out]
     pairs = ((entry.key, _marked(entry, buffers)) for entry in kept)
@@ -193,6 +191,7 @@ def _left_out(
             left[name] = "exclude"
         elif not frozen and entry.kind == "parameter" and not entry.value.requires_grad:
             left[name] = "frozen"
+    _warn_of_adapters(entries, left)
     return left
 
 
