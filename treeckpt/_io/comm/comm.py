@@ -597,8 +597,8 @@ def as_comm(given: Any, *, sends_messages: bool = True) -> Comm:
         if launched is not None and sends_messages:
             raise unconnected_error(launched)
         return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
-    is_alone: bool = isinstance(given, str) and given == "alone"
-    if is_alone:
+    kind: type[object] = type(given)
+    if kind is str and given == "alone":
         if world_size() <= 1:
             return _SOLO
         comms = _default_store_comms()
@@ -606,8 +606,7 @@ def as_comm(given: Any, *, sends_messages: bool = True) -> Comm:
         return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
     if hasattr(given, "post"):
         return given  # a comm is known by its methods: it may be of a class of the user's
-    is_triple: bool = isinstance(given, tuple) and len(given) == 3
-    if is_triple:
+    if issubclass(kind, tuple) and len(given) == 3:
         rank, size, store = given
         return comm(store, rank, size)
     if hasattr(given, "Get_rank") and hasattr(given, "Get_size"):
