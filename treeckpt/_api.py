@@ -111,8 +111,7 @@ def save(
             `treeckpt.comm` returns, or (rank, size, store); mpi4py's communicator; "alone" saves in this process alone.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
-            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one, and other
-            programs open a copy, `path/config.json`.
+            of 64 MiB each, 256 MiB in all; rank 0's, read there. `read_file` reads one, others open `path/config.json`.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
             as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
