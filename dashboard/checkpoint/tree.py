@@ -25,7 +25,7 @@ from ..pages.checkpoints import (
     next_start,
     shorten,
 )
-from ..pages.damage import Damage
+from ..pages.damage import NO_DAMAGE, Damage
 from ..pages.load_code import MAX_NAMED_LEAVES, SnippetPage, selecting_code
 from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
@@ -265,6 +265,24 @@ def snippet_page(tree: OpenTree, path: str = "", node: str = "", start: int = 0,
         raise NotFound(f"These are {stop - start:,} children, and code names at most {MAX_NAMED_LEAVES:,}.")
     rows = outline.children(outline.row(node), start=start, count=stop - start)
     return SnippetPage(path, selecting_code(info, [row.path for row in rows]))
+
+
+def found_snippet(tree: OpenTree, q: str = "", dtype: str = "", larger: int = 0) -> SnippetPage:
+    """The Python code that loads all leaves that a search finds.
+
+    Raises:
+        NotFound: there are too many, or none.
+    """
+    entries, paths = tree.outline.index.entries, list[str]()
+    start: int | None = 0
+    while start is not None and len(paths) <= MAX_NAMED_LEAVES:
+        page = leaves_page(tree.outline, NO_DAMAGE, q, dtype, larger, start)
+        paths += [entries[row.leaf].path for row in page.rows if row.leaf is not None]
+        start = page.next
+    if not 0 < len(paths) <= MAX_NAMED_LEAVES:
+        many = f"More than {MAX_NAMED_LEAVES:,} leaves are found, and code names at most so many: add a word."
+        raise NotFound(many if paths else "No leaf is found.")
+    return SnippetPage("", selecting_code(tree.checkpoint.info, paths))
 
 
 class FoldRow(msgspec.Struct, frozen=True):

@@ -1,4 +1,8 @@
-"""Assertions and parameters that several browser tests share."""
+"""Assertions, measurements and parameters that several browser tests share."""
+
+import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +40,43 @@ def expect_phone_width(page):
     """Nothing is wider than a phone, at the latest when the charts have followed a change of the window's width."""
     script = "document.documentElement.scrollWidth"
     assert until(lambda: page.evaluate(script) <= 390), f"{page.url} is {page.evaluate(script)} pixels wide"
+
+
+class OwnTime:
+    """Seconds since it was made that do not depend on what else the machine does.
+
+    The larger of two: the time of the processors that this process and its children took (the server runs in it, the
+    browser below it), and the time on the clock less the sum of what their threads waited for a processor. So on an
+    idle machine it is the time on the clock, with timers, requests and the disk; on a busy one, where several threads
+    wait at once, it is that of the processors.
+    """
+
+    def __init__(self):
+        self._began, self._threads = time.monotonic(), _threads()
+
+    def seconds(self):
+        ran, waited = 0, 0
+        for thread, (ran_ns, waited_ns) in _threads().items():
+            before = self._threads.get(thread, (0, 0))
+            ran, waited = ran + ran_ns - before[0], waited + waited_ns - before[1]
+        return max(ran / 1e9, time.monotonic() - self._began - waited / 1e9)
+
+
+def _threads():
+    """Returns how many nanoseconds each thread of this process and of its children ran, and waited for a processor."""
+    below = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # it has ended
+        below.setdefault(parent, []).append(int(stat.parent.name))
+    processes, found = [os.getpid()], {}
+    for process in processes:
+        processes += below.get(process, [])
+        for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            try:
+                found[path] = tuple(map(int, path.read_text().split()[:2]))
+            except OSError:
+                continue
+    return found
