@@ -16,10 +16,25 @@ SCHEMES = ["light", pytest.param("dark", marks=pytest.mark.slow)]
 
 def expect_colours(page, selector, least):
     """Waits until a canvas shows so many different colours."""
-    assert until(lambda: _colours(page, selector) >= least), f"{_colours(page, selector)} on {selector}"
+    assert until(lambda: len(_colours(page, selector)) >= least), f"{len(_colours(page, selector))} on {selector}"
+
+
+def pixels_of(page, selector, name):
+    """Returns how many pixels of a canvas have, about, a colour that the style sheet names."""
+    script = """(name) => {
+        const probe = document.body.appendChild(document.createElement("i"));
+        probe.style.color = `var(${name})`;
+        const found = getComputedStyle(probe).color.match(/[0-9.]+/g).map(Number);
+        probe.remove();
+        return found;
+    }"""
+    wanted = page.evaluate(script, name)[:3]
+    near = lambda rgb: all(abs(int(part) - own) < 12 for part, own in zip(rgb.split(","), wanted, strict=True))  # noqa: E731
+    return sum(count for rgb, count in _colours(page, selector).items() if near(rgb))
 
 
 def _colours(page, selector):
+    """Returns the colours of a canvas, as "r,g,b", and how many opaque pixels have each."""
     return page.locator(selector).evaluate(
         """(canvas) => {
             // from a copy: Chromium warns of a canvas on the GPU that is read several times
@@ -27,11 +42,12 @@ def _colours(page, selector):
             const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
             copy.drawImage(canvas, 0, 0);
             const { data } = copy.getImageData(0, 0, width, height);
-            const seen = new Set();
+            const seen = {};
             for (let at = 0; at < data.length; at += 4) {
-                if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
+                const rgb = data.slice(at, at + 3).join();
+                if (data[at + 3] === 255) seen[rgb] = (seen[rgb] ?? 0) + 1;
             }
-            return seen.size;
+            return seen;
         }"""
     )
 

@@ -1,8 +1,8 @@
 """What people ask of their runs is answered from the home page by at most three clicks, in five seconds, and right.
 
-Each answer is compared with what the runs were written with. `-s` prints the clicks and seconds of each, from the opening
-of the home page until the test has seen the answer. They are those of the clock on an idle machine, and those of the
-processors on a busy one (`OwnTime`), which therefore fails none.
+Each answer is compared with what the runs were written with. `-s` prints the clicks and seconds of each, from the
+opening of the home page until the test has seen the answer. They are those of the clock on an idle machine, and those
+of the processors on a busy one (`OwnTime`), which therefore fails none.
 """
 
 import re
