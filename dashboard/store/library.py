@@ -29,6 +29,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
+from treeckpt._runs.reduced_timings import ReducedTimings, read_reduced
 from treeckpt._threads import call_in_thread
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
@@ -44,7 +45,6 @@ from .foreign_trees import (
     look_at_foreign,
 )
 from .index_reader import IndexReader, StillReading, is_large
-from .reduced_timings import ReducedTimings, read_reduced
 from .watch import FRESH_MULTIPLE, DirectoryState, RunWatcher
 
 S = TypeVar("S")
