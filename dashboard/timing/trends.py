@@ -266,7 +266,7 @@ class TrendTables:
             page = _trends_page(trends, low, high)
             # of all saves, and of the last view
             trends.pages = {key: one for key, one in trends.pages.items() if key == ALL} | {(low, high): page}
-        watch = self._library.watches[page.run]
+        watch = self._library.watch(trends.run)
         last = next_start(start, len(page.ids))
         return msgspec.structs.replace(page, start=start, next=last, scan=watch.progress, version=watch.version)
 

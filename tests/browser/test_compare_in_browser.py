@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-import treeckpt as tc
 from tests.browser.helpers import SCHEMES, OwnTime, expect_colours, expect_phone_width, pixels_of
+from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics
 
@@ -47,17 +47,13 @@ def test_which_of_six_runs_is_best_takes_one_click(runs):
 
 
 def test_runs_with_the_same_values_are_both_seen_in_an_overlay(watched, serve, tmp_path):
-    losses = {"first": [4.0, 3.0, 2.0, 1.0], "same": [4.0, 3.0, 2.0, 1.0], "other": [4.0, 2.0, 1.0, 0.5]}
-    made = [
-        write_metrics(tmp_path / name, {n + 1: {"loss": value} for n, value in enumerate(values)})
-        for name, values in losses.items()
-    ]
-    with tc.Manager(tmp_path / "other", keep=None, background=False) as manager:
-        manager.restore(step=2)
-        manager.save(5, {"x": 1}, metrics={"loss": 3.0})
+    falling = {step: {"loss": 5.0 - step} for step in range(1, 5)}
+    made = [write_metrics(tmp_path / name, falling) for name in ("first", "same")]
+    loss = {1: 4.0, 2: 2.0, 3: 1.0, 4: 0.5, 5: 3.0}
+    made.append(write_rolled_back(tmp_path / "other", range(1, 5), 2, [5], loss.__getitem__))
     page = watched(serve(*made, cache=tmp_path / "cache"))
     expect(page.get_by_text("Still loading")).to_have_count(0)
-    for name in losses:
+    for name in ("first", "same", "other"):
         page.get_by_label(f"Compare {name}").check()
     page.get_by_role("button", name="Compare ticked").click()
     legend = page.locator("#overlay-legend li")

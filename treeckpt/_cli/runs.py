@@ -32,11 +32,10 @@ from .._runs.active_saves import under_way_text
 from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nbytes, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.failures import SHOWN_DAYS
-from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
 from .._runs.reduced_timings import ReducedTimingsCache
 from .._runs.repair_advice import repair_advice
-from .._runs.run import RunDirectory, loadable_text
+from .._runs.run import RunDirectory, clean_checkpoint, loadable_text
 from .._runs.run_metrics import (
     MetricValue,
     Mode,

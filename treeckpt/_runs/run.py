@@ -19,6 +19,7 @@ import difflib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -45,6 +46,7 @@ from .._inspect.deletion import (
     Removal,
     RetainedDirectory,
     StepDirectory,
+    foreign_files,
     plan_cleanup,
     plan_deletion,
 )
@@ -60,13 +62,14 @@ from .._io.storage.deletions import (
     hold_lock,
     index_of_save,
     index_state,
+    plan_removal,
     remove_leftovers,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
-from .._io.storage.open import open_run
+from .._io.storage.open import open_run, open_store
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
@@ -757,3 +760,29 @@ def loadable_text(infos: Iterable[CheckpointInfo], step: CheckpointId) -> str:
 
     near = f"; the nearest is {min(others, key=distance)}" if others else ""
     return f"Steps that can be loaded: {', '.join(map(str, steps[-10:])) or 'none'}{near}"
+
+
+def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
+    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
+
+    Args:
+        grace, dry_run: same as for `RunDirectory.clean`.
+    """
+    folder = open_store(path)
+    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
+    foreign = {folder.name: others} if others else {}
+    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
+    planned = plan_removal(folder, time.time_ns(), grace)
+    if planned is None:
+        return report
+    if isinstance(planned, RetainedDirectory):
+        return msgspec.structs.replace(report, left=(planned,))
+    if not dry_run:
+        try:
+            why = remove_leftovers(folder, planned)
+        except (OSError, TreeckptError) as error:
+            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
+            return msgspec.structs.replace(report, failed=(failed,))
+        if why:
+            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
+    return msgspec.structs.replace(report, removed=(planned,))
