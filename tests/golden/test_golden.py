@@ -191,7 +191,7 @@ def test_the_golden_run_says_what_was_saved_after_what_and_under_which_policies(
         index = decode_index(path.read_bytes())
         lineages[path.parent.name] = (index.save_id, index.lineage)
         assert encode_index(index) == path.read_bytes()
-    (first, _), (middle, _), (second, _), _ = lineages.values()
+    (first, _), (middle, _), *_ = lineages.values()
     assert [lineage for _, lineage in lineages.values()] == [
         Lineage(10, keep=KEEP),
         Lineage(21, follows=first, abandoned=((20, 20),), keep=KEEP),

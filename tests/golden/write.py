@@ -36,7 +36,8 @@ def main() -> None:
     """
     place = Path(__file__).parent
     if not (place / RUN).exists():
-        return _write_run(place / RUN)
+        _write_run(place / RUN)
+        return
     missing = [name for name in TREES if not (place / name / "index.json").exists()]
     for name in missing or TREES:
         make, world = TREES[name]
