@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import msgspec
+import numpy as np
 
 from treeckpt._core.format.records import Index, Leaf
 from treeckpt._core.text import value_text, value_type
@@ -400,5 +401,5 @@ def treemap_page(
         leaves=[box.leaf for box in boxes],
         nodes=[box.node for box in boxes],
         more=[box.more for box in boxes],
-        damaged=[at for at, box in enumerate(boxes) if box.leaf >= 0 and damage.holds(box.leaf)],
+        damaged=np.flatnonzero(np.isin([box.leaf for box in boxes], damage.leaves)).tolist(),
     )
