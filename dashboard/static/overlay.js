@@ -72,6 +72,9 @@ function runsAlike(lines) {
 /** The groups of runs whose lines lie on each other, of more than one run. @type {string[][]} */
 let alike = [];
 
+/** @param {string[]} group of runs */
+const namesOf = (group) => group.map((run) => names.get(run)).join(", ");
+
 /** Which of the dashes of its group a run is drawn in; null for one that is drawn as a whole. @param {string} run */
 function turnOf(run) {
   const group = alike.find((runs) => runs.includes(run));
@@ -150,7 +153,7 @@ async function redraw() {
     drawn < saves
       ? `Of ${countText(saves, "value")} the lowest and the highest of each bin are drawn: ${numberText(drawn)}.`
       : `${countText(saves, "value")}.`,
-    ...alike.map((group) => `${group.map((run) => names.get(run)).join(", ")}: lines that lie on each other, in turns.`),
+    ...alike.map((group) => `${namesOf(group)}: lines that lie on each other, in turns.`),
     untimed ? `${countText(untimed, "value")} without a time of saving ${untimed === 1 ? "is" : "are"} left out.` : "",
   ];
   find("#overlay-about").textContent = about.join(" ").trim();

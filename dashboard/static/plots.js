@@ -254,6 +254,8 @@ function dashesOf({ turn, dash: dashed }, long, dash) {
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
   const paint = () => colour(line.colour);
+  // points that lie on each other are rings around the last one
+  const behind = line.turn ? line.turn[1] - 1 - line.turn[0] : 0;
   return {
     label: line.label,
     stroke: paint,
@@ -263,8 +265,7 @@ function seriesOf({ steps, stacked }, line) {
     width: stacked ? 0 : line.faint ? 1 : line.wide ? 4 : 2,
     alpha: line.faint ? 0.6 : 1,
     dash: dashesOf(line, 14, [7, 5]),
-    // points that lie on each other are rings around the last one
-    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5 + 3 * (line.turn ? line.turn[1] - 1 - line.turn[0] : 0), fill: paint },
+    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5 + 3 * behind, fill: paint },
   };
 }
 

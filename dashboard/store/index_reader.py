@@ -268,7 +268,9 @@ def main(arguments: Sequence[str]) -> None:
     too_large = line_of(Failed.of(_unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")))
     gc.disable()  # millions of objects are created, and none is garbage
     try:
-        write_outline(_read(run, name, too_large), Path(target), lambda done, total: send(JobProgress(done, total, "write")))
+        write_outline(
+            _read(run, name, too_large), Path(target), lambda done, total: send(JobProgress(done, total, "write"))
+        )
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
         expected, found = f"the package {error.name}, which made it", "no such package in this environment"
         raise FormatError(name, expected=expected, found=found, hint="Install it") from error
