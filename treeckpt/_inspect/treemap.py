@@ -204,7 +204,7 @@ def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.
 
 
 def _starts(parts: Sequence[LeafChunks]) -> np.ndarray:
-    """Returns where all these chunks start in the streams of their ranks: most leaves differ in the first start only."""
+    """Returns where these chunks start in the streams of their ranks; most leaves differ in the first start only."""
     known: dict[tuple[int, ...], np.ndarray] = {}
     runs = [run for part in parts for run in part.start]
     for run in runs:
