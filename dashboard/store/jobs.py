@@ -126,6 +126,9 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         send(Failed.of(error))
     except OSError as error:
         send(Failed(f"{error}"))
+    finally:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_PROF, 0)  # of `limit_resources`: its handler goes before the process does
     return 0
 
 

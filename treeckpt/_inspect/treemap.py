@@ -209,7 +209,7 @@ def _starts(parts: Sequence[LeafChunks]) -> np.ndarray:
     runs = [run for part in parts for run in part.start]
     for run in runs:
         if run[1:] not in known:
-            known[run[1:]] = decode_runs([(0, *run[1:])])
+            known[run[1:]] = decode_runs(((0, *run[1:]),))
     after = [known[run[1:]] for run in runs]
     return np.repeat([run[0] for run in runs], list(map(len, after))) + np.concatenate(after)
 
