@@ -84,7 +84,7 @@ def check_saved(here: Rank, path: Path, *, seed: int = 1, files: tuple[str, ...]
     ]
     for found, ranks in ((first, {0, 1}), (second, {2, 3})):
         kinds = sorted(owned.kind if (owned := parse_file_name(name)) else name for name in found)
-        assert kinds == sorted(["index", "timings", "shard", "shard", *("sidecar" for _ in files)]), kinds
+        assert kinds == sorted(["index", "timings", "shard", "shard", *("sidecar" for _ in files), *files]), kinds
         assert {shard[1] for name in found if (shard := parse_shard_name(name))} == ranks
     whole = together(here, path)
     loaded, expected = tc.load(whole), tree(here.rank, seed)
