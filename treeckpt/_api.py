@@ -39,7 +39,15 @@ from ._loading.options import (
 from ._loading.overlay import Bank
 from ._loading.run_load import CheckpointPath, inspect, read_file, rebuild_index, run_load, run_load_into, verify
 from ._saving.background import prewarm_tree, save_async_tree
-from ._saving.options import BackgroundOptions, SaveOptions, SidecarContent, background_of, shard_limit
+from ._saving.options import (
+    BackgroundOptions,
+    GivenBase,
+    IncrementalOptions,
+    SaveOptions,
+    SidecarContent,
+    background_of,
+    shard_limit,
+)
 from ._saving.save import save_tree
 from ._saving.session import Pending
 from .errors import MismatchError
@@ -78,6 +86,7 @@ def save(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
+    base: SavePath | None = None,
     verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
@@ -102,6 +111,10 @@ def save(
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
+        base: a checkpoint in a directory beside `path`, as of an earlier step: files of it that have what is saved here,
+            byte for byte, are not written again. The new checkpoint names them where they are, so both stay together;
+            deletions know what others need. Parameters that are not trained, and arrays that have stayed the same in
+            the last saves with `base`, have files of their own. With other trees or layouts everything is written.
         verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
             as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
             along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not
@@ -123,6 +136,7 @@ def save(
         custom_metadata=custom_metadata,
         files=files,
         overwrite=overwrite,
+        incremental=None if base is None else IncrementalOptions(source=GivenBase(open_store(base))),
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),
@@ -142,6 +156,7 @@ def save_async(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
+    base: SavePath | None = None,
     verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
@@ -172,6 +187,7 @@ def save_async(
         custom_metadata=custom_metadata,
         files=files,
         overwrite=overwrite,
+        incremental=None if base is None else IncrementalOptions(source=GivenBase(open_store(base))),
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),

@@ -38,7 +38,14 @@ from .._core.format.shard_header import (
 )
 from .._core.format.timings import timings_name
 from .._io.process import this_process
-from .._io.storage.checkpoint import Checkpoint, read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from .._io.storage.checkpoint import (
+    Checkpoint,
+    read_index,
+    read_timings,
+    rebuild_from_shards,
+    replaced_meanwhile,
+    with_shared_files,
+)
 from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id, replace_index
 from .._io.storage.memory import aligned_buffer
 from .._io.storage.store import DirectoryEntry, Store, Writer
@@ -53,9 +60,10 @@ def repair_store(store: Store) -> VerifyReport:
     """See `treeckpt.verify`."""
     repairs: list[Repair] = []
     index = _repair_index(store, repairs)
-    check_against_files(index, store.sizes(), store.url)
+    check_against_files(index, with_shared_files(store, index).sizes(), store.url)
     for file in index.file_list:
-        _repair_shard(store, index, file, repairs)
+        if not file.directory:  # of those in other directories the index there knows more
+            _repair_shard(store, index, file, repairs)
     report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
         if (before := index_state(store)) is None or legible_save_id(before) != index.save_id:

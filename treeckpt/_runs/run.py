@@ -42,6 +42,7 @@ from .._core.text import count_text
 from .._inspect.deletion import (
     CleanReport,
     JoinedRun,
+    NeededFiles,
     Removal,
     RetainedDirectory,
     StepDirectory,
@@ -61,12 +62,14 @@ from .._io.storage.deletions import (
     index_of_save,
     index_state,
     remove_leftovers,
+    spared,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run
+from .._io.storage.shared_files import Sharing, needed_files
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
@@ -290,7 +293,8 @@ class RunDirectory:
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
+        sharing = {info.name: info.shared for _, info in infos}
+        facts = [self._fact(with_verification(i, f, known), f, disks=disks, sharing=sharing) for f, i in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -368,7 +372,13 @@ class RunDirectory:
         return info, plan
 
     def _fact(
-        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
+        self,
+        info: CheckpointInfo,
+        folder: Store,
+        *,
+        force: bool = False,
+        disks: JoinedRun | None = None,
+        sharing: Sharing | None = None,
     ) -> StepDirectory:
         assert info.files != "foreign", "_read_infos returns none"
         save_id = info.save_id if info.files != "partial" else None
@@ -376,17 +386,19 @@ class RunDirectory:
         step = step_info(info)
         if disks is not None:
             step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
+        files = () if unread else file_facts(folder, self._clock(), committed=save_id)
         return StepDirectory(
             **msgspec.structs.asdict(step),
             name=info.name,
             status=info.files,
             modified_ns=0 if unread else folder.modified_ns() or 0,
-            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
+            files=files,
             save_id=None if unread else save_id,
             problem=info.error or "",
             path=folder.place,
             whole=disks is None or (info.name, info.save_id or "") in disks.whole,
             elsewhere=info.elsewhere if disks is None else "",
+            needed=NeededFiles() if unread else needed_files(folder, [file.name for file in files], sharing),
         )
 
     def remove_directory(self, removal: Removal, grace: float) -> str:
@@ -405,9 +417,11 @@ class RunDirectory:
         try:
             with hold_lock(folder, "deleting"):
                 why = self._take_index(folder, removal, grace, mark)
-            if not why:
                 marks = (removal.files[-1], mark)
-                delete_files(folder, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
+                # under the lock: no save may begin to share files in between
+                names = [] if why else spared(folder, [*removal.files[1:-1], *marks])
+            if not why:
+                delete_files(folder, names, order=lambda name: name in marks)
                 folder.sync()
         finally:
             # of several clean-ups at once, the one that is the last to delete its last file finds no other

@@ -63,6 +63,31 @@ class FailureSink(Protocol):
         ...
 
 
+class BaseSource(Protocol):
+    """What knows the checkpoint that an incremental save follows, on rank 0."""
+
+    def base(self) -> tuple[Store, str] | None:
+        """Returns its directory and the id of its save, "" for any; None where there is none."""
+        ...
+
+
+class GivenBase(msgspec.Struct, frozen=True):
+    """The checkpoint that a caller of `save` names."""
+
+    store: Store
+
+    def base(self) -> tuple[Store, str]:
+        return self.store, ""
+
+
+class IncrementalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a save is incremental."""
+
+    source: BaseSource | None = None
+    full_every: int | None = None
+    """The number of saves of which one takes nothing from others; None for no such rule."""
+
+
 class BackgroundOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a save in the background goes: `background=` of `save_async`, `prewarm` and `Manager`.
 
@@ -128,6 +153,7 @@ class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_shard_bytes: int = UNLIMITED_SHARD
     busy: BusyPolicy = "wait"
     plan_only: bool = False
+    incremental: bool = False
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +174,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What gives a save of a manager its place in the run."""
     failures: FailureSink | None = None
     """What keeps failures of saves in the run of a manager."""
+    incremental: IncrementalOptions | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore
@@ -168,6 +195,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
             max_shard_bytes=self.max_shard_bytes,
             busy=self.background.busy,
             plan_only=self.plan_only,
+            incremental=self.incremental is not None,
         )
 
 

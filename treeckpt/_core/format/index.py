@@ -53,9 +53,12 @@ from .records import (
     encode_chunks,
     file_table,
 )
+from .references import decode_shared, with_homes
 from .shard_header import MAX_NBYTES, ShardHeader, check_seal, sealed
 
 VERSION = 1
+SHARING_VERSION = 2
+"""The version of an index that names files in the directories of other checkpoints."""
 INDEX_NAME = "index.json"
 MAX_INDEX = 1 << 30
 MAX_PLAIN_NBYTES = 256 << 10
@@ -81,7 +84,8 @@ def encode_index(index: Index) -> bytes:
     packed = pack(index) if len(body) > MAX_PLAIN_NBYTES else None
     if packed is not None and len(packed) < len(body):
         body = packed
-    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", VERSION, msgspec.Raw(body))))
+    version = SHARING_VERSION if index.references is not None else VERSION
+    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
@@ -100,14 +104,17 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         raise _too_deep(name) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
-    if document.format != "treeckpt" or document.version != VERSION:
+    if document.format != "treeckpt" or document.version not in (VERSION, SHARING_VERSION):
         raise FormatError(
             name,
-            expected=f"treeckpt index version {VERSION}",
+            expected=f"treeckpt index version {VERSION} or {SHARING_VERSION}",
             found=f"{document.format} version {document.version}"[:80],
             hint="Load it with the version of treeckpt that wrote it, or a newer one",
         )
-    return _decode_body(bytes(document.index), name)
+    index = _decode_body(bytes(document.index), name)
+    if (index.references is not None) != (document.version == SHARING_VERSION):
+        raise FormatError(name, expected=f"the version of such an index, {VERSION}", found=f"{document.version}")
+    return index
 
 
 def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
@@ -133,7 +140,10 @@ def _too_deep(name: str) -> FormatError:
 
 
 def encode_manifest(index: Index) -> str:
-    """Encodes the manifest, which the coordinator's shard holds: the index without chunks, files and disks."""
+    """Encodes the manifest, which the coordinator's shard holds: the index without chunks, files and disks.
+
+    Of references it has what is known before all ranks have written.
+    """
     bare = tuple([_without_chunks(record) for record in index.leaves])
     return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=())).decode()
 
@@ -148,7 +158,8 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
     """Rebuilds the index that the save of these shards published, or would have published.
 
     Args:
-        headers: (bytes of the header, the decoded header) of every shard.
+        headers: (bytes of the header, the decoded header) of every shard; of one in the directory of another checkpoint
+            with the save id, the part and the stream that it has here.
 
     Raises:
         CorruptError: a shard is missing, such as the one with the manifest, or belongs to another save.
@@ -186,7 +197,11 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             entries.setdefault(entry.path, []).append(chunk)
     leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
-    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files)
+    references = index.references
+    if references is not None:
+        shared = {header.rank: decode_shared(header.shared, name) for _, header in headers if header.shared}
+        references = with_homes(references, sorted((h.rank, h.part) for _, h in headers), shared)
+    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files, references=references)
     check_index(rebuilt, name)
     return rebuilt
 

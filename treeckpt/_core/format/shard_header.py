@@ -26,6 +26,8 @@ from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
 
 VERSION = 1
+SHARING_VERSION = 2
+"""The version of the header of a shard that lists files in other directories."""
 BLOCK = 256 << 10
 """Bytes of the data area under one checksum."""
 DATA_ALIGNMENT = 4096
@@ -72,6 +74,8 @@ class ShardHeader(msgspec.Struct, frozen=True):
     block: int = BLOCK
     manifest: str | None = None
     """In the coordinator's shard: the index without chunks and files, as JSON."""
+    shared: str = ""
+    """In the first shard of a rank: its files in the directories of other checkpoints, as JSON, see `references`."""
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +104,7 @@ class _ShardMetadata(_FrontMetadata, forbid_unknown_fields=True):
     partial: str
     dtypes: str
     manifest: str = ""
+    shared: str = ""
 
 
 class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -193,7 +198,7 @@ def encode_header(header: ShardHeader) -> bytes:
     metadata = _ShardMetadata(
         seal=_ZEROS.decode(),
         format="treeckpt",
-        version=str(VERSION),
+        version=str(SHARING_VERSION if header.shared else VERSION),
         save_id=header.save_id,
         rank=str(header.rank),
         world=str(header.world),
@@ -204,9 +209,13 @@ def encode_header(header: ShardHeader) -> bytes:
         partial=msgspec.json.encode(partial).decode(),
         dtypes=msgspec.json.encode(logical).decode(),
         manifest=header.manifest or "",
+        shared=header.shared,
     )
+    fields = msgspec.structs.asdict(metadata)
+    if not header.shared:  # a reader of version 1 does not know it
+        del fields["shared"]
     # `__metadata__` comes first, so that the seal and the place of the checksums are on the first page
-    text = msgspec.json.encode({"__metadata__": metadata, **tensors})
+    text = msgspec.json.encode({"__metadata__": fields, **tensors})
     padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     text = text.ljust(padded - 8)
     return sealed(len(text).to_bytes(8, "little") + text)
@@ -282,6 +291,7 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
             entries=_decode_entries(data, metadata) if entries else (),
             hashes=tuple(hashes.tolist()),
             manifest=metadata.manifest or None,
+            shared=metadata.shared,
         )
     except TreeckptError:
         raise
@@ -299,7 +309,7 @@ def _header_of(metadata: _FrontMetadata, name: str) -> ShardHeader:
         FormatError: another version, or what no shard has.
         ValueError: something is no number.
     """
-    if metadata.format != "treeckpt" or metadata.version != str(VERSION):
+    if metadata.format != "treeckpt" or metadata.version not in (str(VERSION), str(SHARING_VERSION)):
         raise FormatError(
             name,
             expected=f"treeckpt shard version {VERSION}",

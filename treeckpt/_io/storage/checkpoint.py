@@ -13,7 +13,7 @@ import contextlib
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,8 @@ from ..._core.format.check_index import check_against_files, needs_file_sizes
 from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
-from ..._core.format.shard_header import ShardHeader, parse_shard_name
+from ..._core.format.references import decode_shared
+from ..._core.format.shard_header import ShardHeader, parse_shard_name, shard_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
 from ..._inspect.diff import Checksums
@@ -82,8 +83,17 @@ def decode_and_check(store: Store, data: bytes) -> Index:
     """
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
     if needs_file_sizes(index, len(data)):
-        check_against_files(index, _listed(store), store.url)
+        check_against_files(index, _listed(with_shared_files(store, index)), store.url)
     return index
+
+
+def with_shared_files(store: Store, index: Index) -> Store:
+    """Returns the store of a checkpoint with those of its shards that lie in the directories of others.
+
+    Raises:
+        StoreError: there are such, and the store cannot read them.
+    """
+    return store.sharing(index.shared_names) if index.shared_names else store
 
 
 def read_index_bytes(store: Store) -> bytes:
@@ -248,6 +258,7 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
         return header
 
     headers = for_each(store, read, names)
+    headers += shared_headers(store, headers)
     index = rebuild(headers, store.url)
     missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:
@@ -258,6 +269,7 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
             hint="The save never finished, shards were lost, or they lie on the disks of other hosts: then copy the "
             "index.json of one of these here",
         )
+    sizes = with_shared_files(store, index).sizes() if index.shared_names else sizes
     written = [(file.name, file.header + file.nbytes) for file in index.file_list]
     written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
     for name, nbytes in written if whole else ():
@@ -269,6 +281,45 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
                 hint="The save never finished, or the file was lost or cut short",
             )
     return index
+
+
+def shared_headers(store: Store, headers: Sequence[tuple[int, ShardHeader]]) -> list[tuple[int, ShardHeader]]:
+    """Returns the headers of the files in other directories that shards list, as `rebuild` takes them.
+
+    Raises:
+        CorruptError, FormatError: one is missing or damaged.
+    """
+    found: list[tuple[int, ShardHeader]] = []
+    for _, header in headers:
+        for file in decode_shared(header.shared, store.url):
+            name = shard_name(file.home.save_id, header.rank, header.world, file.home_part)
+            folder = store.run().folder(file.home.directory)
+            try:
+                size, there = read_header(folder, name)
+            except FileNotFoundError as error:
+                raise missing_home(store, file.home.directory, name) from error
+            found.append((size, _as_part(there, header.save_id, file.part, file.stream)))
+    return found
+
+
+def header_here(index: Index, file: File, header: ShardHeader) -> ShardHeader:
+    """Returns the header of a shard with the save id, the part and the stream that it has in a checkpoint."""
+    return _as_part(header, index.save_id, file.part, file.stream) if file.directory else header
+
+
+def _as_part(header: ShardHeader, save_id: str, part: int, stream: int) -> ShardHeader:
+    return msgspec.structs.replace(header, save_id=save_id, part=part, stream=stream, shared="")
+
+
+def missing_home(store: Store, directory: str, name: str) -> CorruptError:
+    """Returns the error for a shard that is not in the directory of the checkpoint that has written it."""
+    return CorruptError(
+        f"{store.url}/../{directory}/{name}",
+        expected="a shard that this checkpoint shares with another one of its run",
+        found="no such file",
+        hint=f"Copy the directory {directory} beside this one too. Where the run is, treeckpt flatten gives a "
+        "checkpoint files of its own",
+    )
 
 
 HEADERS_NBYTES = 64 << 20
@@ -286,11 +337,12 @@ class Checkpoint:
     """Whether it has a checksum of each of its blocks; files of another program have none."""
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
-        self.store, self.url = store, store.url
+        self.store, self.url, self.place = store, store.url, store
         self._shards: dict[tuple[str, bool], OpenedShard] = {}
         self._checksums: dict[str, Checksums] = {}
         if index is not None:
             self.index = index
+            self.store = with_shared_files(store, index)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -300,11 +352,14 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """The index, read when it is first needed; raises as `read_index`."""
-        return decode_and_check(self.store, self.index_bytes)
+        index = decode_and_check(self.store, self.index_bytes)
+        self.store = with_shared_files(self.store, index)
+        return index
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Every file of the store and its size in bytes, listed once."""
+        """Every file of the store and its size in bytes, listed once, with shards in other directories."""
+        assert self.index is not None, "read first: it says which those are"
         return self.store.sizes()
 
     def check_against_files(self) -> None:
@@ -360,7 +415,7 @@ class Checkpoint:
 
     def reopened(self) -> Checkpoint:
         """The version that is at the same place now."""
-        return Checkpoint(self.store)
+        return Checkpoint(self.place)
 
     @property
     def repeated_nbytes(self) -> int:

@@ -1,0 +1,248 @@
+"""Incremental saves: which files of a rank's plan are as another checkpoint of the run has them, and are not written.
+
+1. Rank 0 holds a lease on the checkpoint that the save follows, reads its index, and sends what `format.references`
+   has of it to all ranks, which plan the groups of arrays by it.
+2. Each rank computes the checksums of its files that hold a group, from the tree's own memory, and compares them with
+   those of the checkpoint before. The files whose checksums are equal, block for block, are neither staged nor written.
+   Checksums come from the memory of this process, or from the headers of the shards behind a restart.
+3. Behind the write each rank compares the checksums of what it has written with those before, and tells rank 0 which
+   arrays have changed: what has stayed is put into a group by the next saves.
+4. Before rank 0 publishes the index it marks each save whose files the index names, and looks that they are there: see
+   `_io.storage.shared_files`.
+
+Where the trees are others than before, or the checkpoint before cannot be read, everything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import xxhash
+
+from .._arrays.base import ArraySource
+from .._core.format.records import Index
+from .._core.format.references import Home, References, SharedFile, group_arrays
+from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name
+from .._core.planning.rank_trees import GlobalTree
+from .._core.planning.save_plan import GlobalPlan, array_leaves
+from .._core.sharding.int_runs import Runs, encode_runs
+from .._io.comm.comm import Comm
+from .._io.storage.checkpoint import read_index, with_shared_files
+from .._io.storage.kept_files import hold_lease
+from .._io.storage.shard_reader import read_header
+from .._io.storage.store import Store
+from .._threads import ThreadPool
+from ..errors import CheckpointError, TreeckptError
+from .options import GivenBase, IncrementalOptions
+from .shard_files import WRITE_THREADS, area_hashes
+from .shard_writer import TreeShardSource, WriteReport, shard_entries
+
+_log = logging.getLogger("treeckpt")
+
+
+class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
+    """The checkpoint that an incremental save follows, as rank 0 sends it to all."""
+
+    directory: str
+    save_id: str
+    references: References
+
+
+class KnownFile(msgspec.Struct, frozen=True):
+    """A file of a rank in the checkpoint that was saved or read last."""
+
+    home: Home
+    home_part: int
+    header: int
+    """Bytes before its data area."""
+    nbytes: int
+    entries: bytes
+    """The digest of what it holds, see `entries_digest`."""
+    hashes: np.ndarray
+    """The checksums of its blocks: uint64[n]."""
+
+
+class KnownFiles(msgspec.Struct, frozen=True):
+    """The files of this rank in the checkpoint that it saved last, which the comm keeps for the next save."""
+
+    save_id: str
+    files: tuple[KnownFile, ...]
+
+
+def read_base(options: IncrementalOptions, store: Store, opened: contextlib.ExitStack) -> BaseCheckpoint | None:
+    """Returns on rank 0 the checkpoint that the save follows, None where it is no help.
+
+    Args:
+        opened: keeps a lease on that checkpoint, until the save has ended.
+
+    Raises:
+        StoreError: the store has no directories beside each other.
+        CheckpointError: the checkpoint was asked for and cannot be read.
+    """
+    store.run()
+    found = options.source.base() if options.source is not None else None
+    if found is None:
+        return None
+    folder, save_id = found
+    try:
+        opened.enter_context(hold_lease(folder))
+        index = read_index(folder)
+        sizes = with_shared_files(folder, index).sizes() if index.shared_names else {}
+    except (TreeckptError, OSError) as error:
+        if isinstance(options.source, GivenBase):
+            raise
+        _log.warning("%s: all is written, as %s cannot be read: %s", store.url, folder.url, error)
+        return None
+    references = index.references
+    if references is None or index.disks or (save_id and index.save_id != save_id) or folder.name == store.name:
+        return None
+    if not index.shared_names.keys() <= sizes.keys():
+        _log.warning("%s: all is written, as %s has lost files", store.url, folder.url)
+        return None
+    if options.full_every is not None and references.since_full + 1 >= options.full_every:
+        return None
+    return BaseCheckpoint(folder.name, index.save_id, references)
+
+
+def plan_groups(key: str, tree: GlobalTree, base: BaseCheckpoint | None) -> tuple[int, ...]:
+    """Returns the groups of the arrays of a plan.
+
+    Args:
+        key: the digest of the trees.
+        base: the checkpoint before; that of other trees says nothing about the arrays of these.
+    """
+    arrays = array_leaves(tree)
+    specs = (tree.leaves[number].spec for number, _ in arrays)
+    frozen = [spec is not None and spec.kind == "parameter" and not spec.requires_grad for spec in specs]
+    before = base.references if base is not None and base.references.key == key else None
+    return group_arrays([array.nbytes for _, array in arrays], frozen, tree.world, before)
+
+
+def entries_digest(entries: Sequence[ShardEntry]) -> bytes:
+    """Returns the digest of what a shard holds: names, dtypes, shapes, regions and their places."""
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(entries))
+
+
+def _read_files(folder: Store, base: BaseCheckpoint, rank: int) -> KnownFiles:
+    index = read_index(folder)
+    if index.save_id != base.save_id:
+        raise CheckpointError(folder.url, expected=f"save {base.save_id}", found=f"save {index.save_id}")
+    return KnownFiles(index.save_id, tuple(_read_known(with_shared_files(folder, index), index, folder.name, rank)))
+
+
+def _read_known(store: Store, index: Index, directory: str, rank: int) -> list[KnownFile]:
+    found: list[KnownFile] = []
+    sizes = store.sizes()
+    for file in index.files_of(rank):
+        named = parse_shard_name(file.name)
+        assert named is not None, "an index names its shards so"
+        header, content = read_header(store, file.name, file_size=sizes.get(file.name))
+        if content.block == BLOCK:
+            home = Home(file.directory or directory, named[0])
+            hashes = np.array(content.hashes, np.uint64)
+            found.append(KnownFile(home, named[3], header, file.nbytes, entries_digest(content.entries), hashes))
+    return found
+
+
+def compare_written(
+    plan: GlobalPlan,
+    entries: Mapping[int, bytes],
+    written: Mapping[int, np.ndarray],
+    before: Mapping[bytes, KnownFile],
+) -> tuple[Runs, Runs]:
+    """Returns the numbers of the arrays of which this rank has written other bytes than the checkpoint before has.
+
+    Args:
+        written: the checksums of each file by its part, uint64[n].
+        before: the files of the checkpoint before.
+
+    Returns:
+        (those that have changed, those of files that the checkpoint before does not have so). Arrays that share a block
+        with one that has changed count as changed.
+    """
+    changed, unknown = set[int](), set[int]()
+    for file in plan.own.files:
+        if file.part not in written:
+            continue
+        known, hashes = before.get(entries[file.part]), written[file.part]
+        if known is None or len(known.hashes) != len(hashes):
+            unknown.update(write.leaf for write in file.writes)
+            continue
+        starts = np.flatnonzero(known.hashes != hashes) * BLOCK
+        for write in file.writes:
+            first = np.searchsorted(starts + BLOCK, write.start, side="right")
+            if write.nbytes and first < len(starts) and starts[first] < write.start + write.nbytes:
+                changed.add(write.leaf)
+    return encode_runs(sorted(changed)), encode_runs(sorted(unknown))
+
+
+class IncrementalSave:
+    """One rank's part in an incremental save.
+
+    Args:
+        base: the checkpoint that the save follows; None where everything is written.
+    """
+
+    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None) -> None:
+        self._store, self._comm, self._base = store, comm, base
+
+    @cached_property
+    def _before(self) -> dict[bytes, KnownFile]:
+        """The files of this rank in the checkpoint before, by `KnownFile.entries`; none where they cannot be read."""
+        base, kept = self._base, self._comm.state.get(KnownFiles)
+        if base is None:
+            return {}
+        if kept is None or kept.save_id != base.save_id:
+            try:
+                kept = _read_files(self._store.run().folder(base.directory), base, self._comm.rank)
+            except (TreeckptError, OSError) as error:
+                _log.warning("%s: all is written, as %s cannot be read: %s", self._store.url, base.directory, error)
+                return {}
+        return {file.entries: file for file in kept.files}
+
+    @cached_property
+    def _entries(self) -> dict[int, bytes]:
+        """`entries_digest` of each file of the plan, by its part; kept by `find_shared`."""
+        return {}
+
+    def find_shared(self, plan: GlobalPlan, sources: Mapping[str, ArraySource]) -> tuple[SharedFile, ...]:
+        """Returns the files of this rank that need not be written."""
+        found: list[SharedFile] = []
+        self._entries.update((file.part, entries_digest(shard_entries(plan, file))) for file in plan.own.files)
+        grouped = [file for file in plan.own.files if file.group]
+        candidates = [(file, known) for file in grouped if (known := self._before.get(self._entries[file.part]))]
+        if not candidates:
+            return ()
+        source = TreeShardSource(plan, sources)
+        with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
+            for file, known in candidates:
+                if np.array_equal(np.array(area_hashes(file, source, pool), np.uint64), known.hashes):
+                    place = (file.part, file.stream, file.nbytes, known.header)
+                    found.append(SharedFile(known.home, known.home_part, *place))
+        return tuple(found)
+
+    def compare(self, plan: GlobalPlan, report: WriteReport) -> WriteReport:
+        """Returns what this rank has written, with what of it has changed since the checkpoint before."""
+        written = {part: np.frombuffer(data, np.uint64) for part, data in report.hashes.items()}
+        changed, unknown = compare_written(plan, self._entries, written, self._before)
+        return msgspec.structs.replace(report, changed=changed, unknown=unknown)
+
+    def keep(self, plan: GlobalPlan, save_id: str, report: WriteReport | None) -> None:
+        """Keeps the checksums of this rank's files for the next save; nothing where the save has failed."""
+        if report is None:
+            self._comm.state.remove(KnownFiles)
+            return
+        home, headers = Home(self._store.name, save_id), {part: header for _, part, _, _, header in report.files}
+        shared = {file.part for file in report.shared}
+        known = [self._before[self._entries[part]] for part in shared]
+        for file in plan.own.files:
+            if file.part not in shared:
+                hashes = np.frombuffer(report.hashes[file.part], np.uint64)
+                place = (headers[file.part], file.nbytes, self._entries[file.part])
+                known.append(KnownFile(home, file.part, *place, hashes))
+        self._comm.state.put(KnownFiles(save_id, tuple(known)))
