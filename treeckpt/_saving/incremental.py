@@ -162,8 +162,8 @@ def compare_written(
         before: the files of the checkpoint before.
 
     Returns:
-        (those that have changed, those of files that the checkpoint before does not have so). Arrays that share a block
-        with one that has changed count as changed.
+        (those that have changed, those of files that the checkpoint before does not have so). By the blocks that an
+        array fills, or else those in which it lies: what is said to have stayed is compared as a whole in its group.
     """
     changed, unknown = set[int](), set[int]()
     for file in plan.own.files:
@@ -173,10 +173,13 @@ def compare_written(
         if known is None or len(known.hashes) != len(hashes):
             unknown.update(write.leaf for write in file.writes)
             continue
-        starts = np.flatnonzero(known.hashes != hashes) * BLOCK
+        before_block = np.concatenate([[0], np.cumsum(known.hashes != hashes)])
         for write in file.writes:
-            first = np.searchsorted(starts + BLOCK, write.start, side="right")
-            if write.nbytes and first < len(starts) and starts[first] < write.start + write.nbytes:
+            stop = write.start + write.nbytes
+            first, last = -(-write.start // BLOCK), stop // BLOCK
+            if first >= last:  # it fills no block
+                first, last = write.start // BLOCK, -(-stop // BLOCK)
+            if before_block[last] > before_block[first]:
                 changed.add(write.leaf)
     return encode_runs(sorted(changed)), encode_runs(sorted(unknown))
 
