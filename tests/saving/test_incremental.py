@@ -14,6 +14,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.world import on_ranks
+from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt._saving.incremental import KnownFiles
@@ -222,6 +223,48 @@ def test_a_lost_index_is_made_again_with_the_files_of_others(shared: tuple[Path,
     assert tc.inspect(path).shared_names == before.shared_names
 
 
+def test_a_damaged_header_is_made_again_beside_shared_files(shared: tuple[Path, dict[str, Any]]) -> None:
+    path, tree = shared
+    [file] = path.glob("shard-*")
+    before = file.read_bytes()
+    with file.open("r+b") as opened:
+        opened.seek(300)
+        opened.write(b"\0\0\0\0")
+    assert tc.verify(path, repair=True)
+    assert file.read_bytes() == before
+    assert_same(path, tree)
+
+
+def test_a_flattened_checkpoint_needs_no_other(shared: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, tree = shared
+    assert main(["flatten", str(path)]) == 0
+    assert tc.inspect(path).shared_names == {}
+    assert_same(path, tree)
+    shutil.rmtree(tmp_path / "0")
+    shutil.rmtree(tmp_path / "1")
+    assert tc.verify(path)
+    assert_same(path, tree)
+    (path / INDEX_NAME).unlink()
+    assert tc.verify(path, repair=True)
+    assert_same(path, tree)
+    report = tc.save(tmp_path / "3", tree, base=path)
+    assert report.shared_nbytes == FROZEN * NBYTES
+    assert main(["flatten", str(path)]) == 0, "there is nothing to do"
+
+
+def test_a_checkpoint_whose_shared_file_is_damaged_is_not_flattened(
+    shared: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    path, _ = shared
+    [file] = (tmp_path / "1").glob("shard-00000.001-*")
+    with file.open("r+b") as opened:
+        opened.seek(-100, 2)
+        opened.write(b"x")
+    before = sorted(path.iterdir())
+    assert main(["flatten", str(path)]) == 1
+    assert sorted(path.iterdir()) == before
+
+
 def test_where_a_file_of_the_base_is_lost_all_is_written(
     shared: tuple[Path, dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,4 +285,6 @@ def test_a_tree_that_grows_goes_on_to_share_what_is_frozen(shared: tuple[Path, d
     _, tree = shared
     larger = {**tree, "vocabulary": torch.zeros(10)}
     report = tc.save(tmp_path / "3", larger, base=tmp_path / "2")
-    assert report.shared_nbytes == FROZEN * NBYTES and torch.equal(tc.load(tmp_path / "3")["vocabulary"], torch.zeros(10))
+    assert report.shared_nbytes == FROZEN * NBYTES and torch.equal(
+        tc.load(tmp_path / "3")["vocabulary"], torch.zeros(10)
+    )

@@ -25,6 +25,7 @@ from .._core.format.check_index import check_against_files
 from .._core.format.files import damaged_name, parse_file_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
+from .._core.format.references import encode_shared
 from .._core.format.shard_header import (
     BLOCK,
     ShardEntry,
@@ -189,6 +190,7 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
             versions.append(chosen)
     hashes = (0,) * block_count(file.nbytes)
     manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
+    shared = encode_shared(index.shared_of(file.rank)) if file.part == 0 else ""
     return [
         ShardHeader(
             index.save_id,
@@ -199,6 +201,7 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
             entries=chosen,
             hashes=hashes,
             manifest=manifest,
+            shared=shared,
         )
         for chosen in versions
     ]

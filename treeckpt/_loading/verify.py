@@ -41,6 +41,7 @@ from .._io.storage.checkpoint import (
     read_sidecar,
     read_timings,
     rebuild_from_shards,
+    shared_files,
 )
 from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
 from .._io.storage.local_files import too_short
@@ -146,10 +147,12 @@ def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, Shard
     try:
         # a shard does not say on which of several disks it lay, nor what was compared with the save before
         index, references = checkpoint.index, checkpoint.index.references
+        by_part = {(file.rank, file.part): file for file in index.file_list}
         if references is not None:
             references = msgspec.structs.replace(references, stayed=())
         described = msgspec.structs.replace(index, disks=(), references=references)
-        same = rebuild(headers, checkpoint.url) == described
+        own = [pair for pair in headers if not by_part[pair[1].rank, pair[1].part].directory]
+        same = rebuild(headers, checkpoint.url, shared=shared_files(own, checkpoint.url)) == described
     except CheckpointError as error:
         return str(error)
     return "" if same else "it is not the index that the shards describe"

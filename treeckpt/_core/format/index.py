@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,7 +53,7 @@ from .records import (
     encode_chunks,
     file_table,
 )
-from .references import decode_shared, with_homes
+from .references import SharedFile, with_homes
 from .shard_header import MAX_NBYTES, ShardHeader, check_seal, sealed
 
 VERSION = 1
@@ -145,7 +145,9 @@ def encode_manifest(index: Index) -> str:
     Of references it has what is known before all ranks have written.
     """
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=())).decode()
+    references = index.references and index.references.before_files
+    bare_index = msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=(), references=references)
+    return msgspec.json.encode(bare_index).decode()
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:
@@ -154,12 +156,18 @@ def _without_chunks(record: LeafRecord) -> LeafRecord:
     return msgspec.structs.replace(record, start=()) if isinstance(record, PerRankArrays) else record
 
 
-def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
+def rebuild(
+    headers: Sequence[tuple[int, ShardHeader]],
+    name: str = INDEX_NAME,
+    *,
+    shared: Mapping[int, Sequence[SharedFile]] = {},
+) -> Index:
     """Rebuilds the index that the save of these shards published, or would have published.
 
     Args:
         headers: (bytes of the header, the decoded header) of every shard; of one in the directory of another checkpoint
             with the save id, the part and the stream that it has here.
+        shared: those in the directories of other checkpoints, by rank.
 
     Raises:
         CorruptError: a shard is missing, such as the one with the manifest, or belongs to another save.
@@ -199,7 +207,6 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
     references = index.references
     if references is not None:
-        shared = {header.rank: decode_shared(header.shared, name) for _, header in headers if header.shared}
         references = with_homes(references, sorted((h.rank, h.part) for _, h in headers), shared)
     rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files, references=references)
     check_index(rebuilt, name)

@@ -35,8 +35,8 @@ from ..tree.structure import Structure, paths_of, tables_of
 from ..tree.value_codec import Value, decode_value
 from .files import Sidecar
 from .lineage import Lineage
-from .references import References
-from .shard_header import shard_name
+from .references import Home, References, SharedFile
+from .shard_header import parse_shard_name, shard_name
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
@@ -480,6 +480,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         if self.references is None or not self.references.homes:
             return {}
         return {file.name: file.directory for file in self.file_list if file.directory}
+
+    def shared_of(self, rank: int) -> list[SharedFile]:
+        """Returns the shards of a rank that lie in the directories of other checkpoints, in the order of its stream."""
+        found: list[SharedFile] = []
+        for file in self.files_of(rank) if self.shared_names else ():
+            if file.directory and (named := parse_shard_name(file.name)) is not None:
+                home = Home(file.directory, named[0])
+                found.append(SharedFile(home, named[3], file.part, file.stream, file.nbytes, file.header))
+        return found
 
     @property
     def shared_nbytes(self) -> int:

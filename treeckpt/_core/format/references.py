@@ -81,6 +81,11 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     stayed: Runs = ()
     since_full: int = 0
 
+    @property
+    def before_files(self) -> References:
+        """What is known before the files are written, as the manifest has it."""
+        return References(self.key, group=self.group, since_full=self.since_full)
+
     def places(self, parts: Sequence[int]) -> list[tuple[Home | None, int]]:
         """Returns (home, part there) of each file of the table; None for this checkpoint's own directory."""
         if not self.homes:
@@ -166,7 +171,7 @@ def group_arrays(
     """
     old, stayed = [0] * len(nbytes), [1] * len(nbytes)
     if before is not None and length_of(before.group) == len(nbytes):
-        stayed = decode_runs(before.stayed).tolist()
+        stayed = decode_runs(before.stayed).tolist() or stayed  # a rebuilt index does not know it
         old = [g if saves else 0 for g, saves in zip(decode_runs(before.group).tolist(), stayed, strict=True)]
     waits = [saves >= (1 if hint else STAYED_SAVES) for hint, saves in zip(frozen, stayed, strict=True)]
     used = {g: number for number, g in enumerate(sorted(set(old) - {0}), 1)}

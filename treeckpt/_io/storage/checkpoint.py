@@ -13,7 +13,7 @@ import contextlib
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -25,7 +25,7 @@ from ..._core.format.check_index import check_against_files, needs_file_sizes
 from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
-from ..._core.format.references import decode_shared
+from ..._core.format.references import SharedFile, decode_shared
 from ..._core.format.shard_header import ShardHeader, parse_shard_name, shard_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
@@ -258,8 +258,10 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
         return header
 
     headers = for_each(store, read, names)
-    headers += shared_headers(store, headers)
-    index = rebuild(headers, store.url)
+    shared = shared_files(headers, store.url)
+    for rank, files in shared.items():
+        headers += [_shared_header(store, rank, headers[0][1], file) for file in files]
+    index = rebuild(headers, store.url, shared=shared)
     missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:
         raise CorruptError(
@@ -283,23 +285,34 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
     return index
 
 
-def shared_headers(store: Store, headers: Sequence[tuple[int, ShardHeader]]) -> list[tuple[int, ShardHeader]]:
-    """Returns the headers of the files in other directories that shards list, as `rebuild` takes them.
+def shared_files(headers: Iterable[tuple[int, ShardHeader]], name: str) -> dict[int, tuple[SharedFile, ...]]:
+    """Returns by rank the files in other directories that the headers of own shards list.
+
+    Those that have been copied here since are none of them. Raises FormatError.
+    """
+    headers = list(headers)
+    own = {(header.rank, header.part) for _, header in headers}
+    listed = {header.rank: decode_shared(header.shared, name) for _, header in headers if header.shared}
+    return {rank: tuple(file for file in files if (rank, file.part) not in own) for rank, files in listed.items()}
+
+
+def _shared_header(store: Store, rank: int, one: ShardHeader, file: SharedFile) -> tuple[int, ShardHeader]:
+    """Reads the header of a file in another directory, as `rebuild` takes it; `one` is of any shard of the save.
 
     Raises:
-        CorruptError, FormatError: one is missing or damaged.
+        CorruptError, FormatError: it is missing or damaged.
     """
-    found: list[tuple[int, ShardHeader]] = []
-    for _, header in headers:
-        for file in decode_shared(header.shared, store.url):
-            name = shard_name(file.home.save_id, header.rank, header.world, file.home_part)
-            folder = store.run().folder(file.home.directory)
-            try:
-                size, there = read_header(folder, name)
-            except FileNotFoundError as error:
-                raise missing_home(store, file.home.directory, name) from error
-            found.append((size, _as_part(there, header.save_id, file.part, file.stream)))
-    return found
+    name = shard_name(file.home.save_id, rank, one.world, file.home_part)
+    try:
+        size, header = read_header(store.run().folder(file.home.directory), name)
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{store.url}/../{file.home.directory}/{name}",
+            expected="a shard that this checkpoint shares with another one of its run",
+            found="no such file",
+            hint=f"Copy the directory {file.home.directory} beside this one too",
+        ) from error
+    return size, _as_part(header, one.save_id, file.part, file.stream)
 
 
 def header_here(index: Index, file: File, header: ShardHeader) -> ShardHeader:

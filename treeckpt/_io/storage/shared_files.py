@@ -23,7 +23,6 @@ from ...errors import CheckpointNotFound, TreeckptError
 from .checkpoint import read_index
 from .store import Store, for_each
 
-
 Sharing = Mapping[str, Mapping[str, str] | None]
 """Of each directory of a run the shards that its index names in other directories, with the names of these directories;
 None where the index could not be read."""
