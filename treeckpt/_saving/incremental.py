@@ -200,7 +200,9 @@ class IncrementalSave:
         base, kept = self._base, self._comm.state.get(KnownFiles)
         if base is None:
             return {}
-        if kept is None or kept.save_id != base.save_id:
+        homes = {Home(base.directory, base.save_id), *base.references.homes}
+        # it may have been flattened since
+        if kept is None or kept.save_id != base.save_id or not {file.home for file in kept.files} <= homes:
             try:
                 kept = _read_files(self._store.run().folder(base.directory), base, self._comm.rank)
             except (TreeckptError, OSError) as error:
