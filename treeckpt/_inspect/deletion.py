@@ -73,11 +73,12 @@ class NeededFiles(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Why files stay."""
-        others = ", ".join(self.by[:4]) + (f" and {len(self.by) - 4} more" if len(self.by) > 4 else "")
-        unread = f"{', '.join(self.unread[:4])}, whose index cannot be read, may need them" if self.unread else ""
-        return "; ".join(
-            filter(None, (f"{others} {'needs' if len(self.by) == 1 else 'need'} them" * bool(others), unread))
-        )
+        shown = [*self.by[:3], *([f"{len(self.by) - 3} more"] if len(self.by) > 3 else ())]
+        others = " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+        why = [f"{others} {'share' if len(shown) > 1 else 'shares'} them"] if shown else []
+        if self.unread:
+            why.append(f"{', '.join(self.unread[:3])}, whose index cannot be read, may need them")
+        return "; ".join(why)
 
 
 class StepDirectory(StepInfo, frozen=True, kw_only=True):
@@ -326,6 +327,7 @@ class _DirectoryState:
                 self.ours.append((file, owned))
         self.folder = msgspec.structs.replace(folder, pinned=any(owned.kind == "pin" for _, owned in self.ours))
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        self.shared = {owned.save_id for _, owned in self.ours if owned.kind == "shared"}
         self.needed_saves = {owned.save_id for file, owned in self.ours if file.name in folder.needed.names}
         """The saves of files that other checkpoints share."""
         # A lock of which it is not known whether its process runs counts as held.
@@ -363,6 +365,8 @@ class _DirectoryState:
         records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
         if any(alive for _, alive in records) or save_id in self.prepared:
             return ""
+        if save_id in self.shared and save_id != self.folder.save_id:  # it was committed once
+            return "was replaced"
         if any(rank == 0 and alive is False for rank, alive in records):
             return "was killed"
         timings = [file for file, owned in files if owned.kind == "timings"]

@@ -770,7 +770,7 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         text, fault = "no index: whether its save was committed is known on the disks of other hosts", ""
         prepared = prepared_summary(folder, kinds["prepared"])
     if deleting and "shared" in kinds and shards:
-        text = "deleted; the shards that other checkpoints share stay as long as these"
+        text, fault = "deleted; the shards that other checkpoints share stay as long as these", ""
     elif deleting:
         text, fault = "no index: it is being deleted, or that was cut short and gc will finish it", "unfinished"
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list

@@ -608,7 +608,7 @@ class _Agreement:
         """Returns what an incremental save records before its files are written; None for any other save."""
         if plan is None or self.options.incremental is None:
             return None
-        since_full = 0 if self.base is None else self.base.references.since_full + 1
+        since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
         return References(plan.key, group=encode_runs(plan.groups), since_full=since_full)
 
 

@@ -51,6 +51,8 @@ class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     directory: str
     save_id: str
     references: References
+    full: bool = False
+    """Whether the save takes nothing from it; it still says which arrays have stayed the same."""
 
 
 class KnownFile(msgspec.Struct, frozen=True):
@@ -85,28 +87,32 @@ def read_base(options: IncrementalOptions, store: Store, opened: contextlib.Exit
         CheckpointError: the checkpoint was asked for and cannot be read.
     """
     store.run()
-    found = options.source.base() if options.source is not None else None
-    if found is None:
+    for folder, save_id in options.source.bases() if options.source is not None else ():
+        try:
+            with contextlib.ExitStack() as held:
+                held.enter_context(hold_lease(folder))
+                base = _read_base(folder, save_id, store)
+                if base is not None:
+                    opened.push(held.pop_all())
+                    full = options.full_every is not None and base.references.since_full + 1 >= options.full_every
+                    return msgspec.structs.replace(base, full=full)
+        except (TreeckptError, OSError) as error:
+            if isinstance(options.source, GivenBase):
+                raise
+            _log.warning("%s: nothing is shared with %s, which cannot be read: %s", store.url, folder.url, error)
+    return None
+
+
+def _read_base(folder: Store, save_id: str, store: Store) -> BaseCheckpoint | None:
+    index = read_index(folder)
+    if index.references is None or index.disks or save_id not in ("", index.save_id) or folder.name == store.name:
         return None
-    folder, save_id = found
-    try:
-        opened.enter_context(hold_lease(folder))
-        index = read_index(folder)
-        sizes = with_shared_files(folder, index).sizes() if index.shared_names else {}
-    except (TreeckptError, OSError) as error:
-        if isinstance(options.source, GivenBase):
-            raise
-        _log.warning("%s: all is written, as %s cannot be read: %s", store.url, folder.url, error)
-        return None
-    references = index.references
-    if references is None or index.disks or (save_id and index.save_id != save_id) or folder.name == store.name:
-        return None
-    if not index.shared_names.keys() <= sizes.keys():
-        _log.warning("%s: all is written, as %s has lost files", store.url, folder.url)
-        return None
-    if options.full_every is not None and references.since_full + 1 >= options.full_every:
-        return None
-    return BaseCheckpoint(folder.name, index.save_id, references)
+    if index.shared_names:
+        sizes = with_shared_files(folder, index).sizes()
+        if not index.shared_names.keys() <= sizes.keys():
+            _log.warning("%s: nothing is shared with %s, which has lost files", store.url, folder.url)
+            return None
+    return BaseCheckpoint(folder.name, index.save_id, index.references)
 
 
 def plan_groups(key: str, tree: GlobalTree, base: BaseCheckpoint | None) -> tuple[int, ...]:
@@ -221,7 +227,7 @@ class IncrementalSave:
         self._entries.update((file.part, entries_digest(shard_entries(plan, file))) for file in plan.own.files)
         grouped = [file for file in plan.own.files if file.group]
         candidates = [(file, known) for file in grouped if (known := self._before.get(self._entries[file.part]))]
-        if not candidates:
+        if not candidates or (self._base is not None and self._base.full):
             return ()
         source = TreeShardSource(plan, sources)
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:

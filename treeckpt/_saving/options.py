@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, SupportsIndex, get_args
 
@@ -66,8 +66,8 @@ class FailureSink(Protocol):
 class BaseSource(Protocol):
     """What knows the checkpoint that an incremental save follows, on rank 0."""
 
-    def base(self) -> tuple[Store, str] | None:
-        """Returns its directory and the id of its save, "" for any; None where there is none."""
+    def bases(self) -> Iterable[tuple[Store, str]]:
+        """Yields the directories that may have it and the id of its save there, "" for any; the best one first."""
         ...
 
 
@@ -76,8 +76,8 @@ class GivenBase(msgspec.Struct, frozen=True):
 
     store: Store
 
-    def base(self) -> tuple[Store, str]:
-        return self.store, ""
+    def bases(self) -> Iterable[tuple[Store, str]]:
+        return ((self.store, ""),)
 
 
 class IncrementalOptions(msgspec.Struct, frozen=True, kw_only=True):

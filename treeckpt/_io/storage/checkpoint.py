@@ -350,12 +350,13 @@ class Checkpoint:
     """Whether it has a checksum of each of its blocks; files of another program have none."""
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
-        self.store, self.url, self.place = store, store.url, store
+        self.place, self.url = store, store.url
+        self.store = store
+        """Its files; once the index is known, with the shards that lie in other directories than its `place`."""
         self._shards: dict[tuple[str, bool], OpenedShard] = {}
         self._checksums: dict[str, Checksums] = {}
         if index is not None:
-            self.index = index
-            self.store = with_shared_files(store, index)
+            self.take_index(index)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -365,9 +366,13 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """The index, read when it is first needed; raises as `read_index`."""
-        index = decode_and_check(self.store, self.index_bytes)
-        self.store = with_shared_files(self.store, index)
+        index = decode_and_check(self.place, self.index_bytes)
+        self.store = with_shared_files(self.place, index)
         return index
+
+    def take_index(self, index: Index) -> None:
+        """Takes an index that the caller has decoded as its own."""
+        self.index, self.store = index, with_shared_files(self.place, index)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
