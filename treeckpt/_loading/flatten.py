@@ -11,12 +11,12 @@ import secrets
 
 import msgspec
 
-from .._core.format.index import encode_index
+from .._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from .._core.format.records import File, Index, file_table
 from .._core.format.shard_header import BLOCK, ShardHeader, encode_header, hash_block, shard_name, with_hashes
 from .._io.process import this_process
-from .._io.storage.checkpoint import Checkpoint, header_here
-from .._io.storage.deletions import index_state, replace_index
+from .._io.storage.checkpoint import Checkpoint, header_here, replaced_meanwhile
+from .._io.storage.deletions import hold_for_repair, index_state
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.memory import aligned_buffer
 from .._io.storage.shard_reader import read_header
@@ -48,9 +48,24 @@ def flatten_store(store: Store) -> list[str]:
             assert index.references is not None, "they name the files that were copied"
             own = msgspec.structs.replace(index.references, homes=(), home=(), home_part=())
             rows = [(f.rank, f.part, f.stream, f.nbytes, headers[f.rank, f.part]) for f in index.file_list]
-            aside = replace_index(store, before, msgspec.structs.replace(index, files=file_table(rows), references=own))
-            store.delete(aside)
+            _publish(store, before, msgspec.structs.replace(index, files=file_table(rows), references=own))
         return made
+
+
+def _publish(store: Store, before: bytes, index: Index) -> None:
+    """Replaces the index that was read, in one step; raises CheckpointError where there is another one."""
+
+    def check() -> None:
+        if index_state(store) != before:
+            raise replaced_meanwhile(store)
+
+    with hold_for_repair(store):
+        check()
+        data = encode_index(index)
+        if store.traits.conditional:
+            store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
+        else:
+            store.publish(INDEX_NAME, data, replace=True, check=check)
 
 
 def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> int:

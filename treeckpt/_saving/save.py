@@ -41,18 +41,16 @@ from .._threads import ThreadPool
 from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
+from .committed_files import PUBLISHED_HINT, UNANSWERED_HINT, remove_files
 from .node_local import commit_on_disks
 from .options import SaveOptions
 from .session import PreviousSave, Session
 from .shard_writer import (
-    PUBLISHED_HINT,
-    UNANSWERED_HINT,
     CommitResult,
     InlineWriter,
     ShardWriter,
     TreeShardSource,
     WriteReport,
-    remove_files,
     shard_names,
     written_names,
 )

@@ -39,16 +39,9 @@ from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder, RecorderSnapshot
 from ..errors import CheckpointError
+from .committed_files import index_may_be_published, remove_files, with_published_hint
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import (
-    CommitResult,
-    InlineWriter,
-    SaveInfo,
-    WriteReport,
-    index_may_be_published,
-    remove_files,
-    with_published_hint,
-)
+from .shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
 from .staging import Arena, StagedShardSource, map_arena
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
