@@ -157,7 +157,11 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
         size, wanted = sizes.get(file.name), file.header + file.nbytes
         if size is None or size < wanted:
             state = "missing" if size is None else "cut short"
-            problem = f"there is no such file in {file.directory or tree.row.name}" if size is None else f"{size} of {wanted} bytes"
+            problem = (
+                f"there is no such file in {file.directory or tree.row.name}"
+                if size is None
+                else f"{size} of {wanted} bytes"
+            )
         elif problem is not None:
             state = "damaged"
         elif (text := unread.get(file.name)) is not None:

@@ -120,7 +120,7 @@ def named(run: Path) -> set[Path]:
 def check(action: str, run: Path) -> None:
     kept = {"save": range(1, LAST + 1), "save_again": range(1, LAST + 1), "flatten": range(1, LAST + 1)}
     must = kept.get(action, [LAST] if action == "clean" else [1, 2, LAST])
-    assert all([holds(run, step) for step in must]), f"{action} has lost a checkpoint"
+    assert all(holds(run, step) for step in must), f"{action} has lost a checkpoint"
     for step in range(1, LAST + 2):
         holds(run, step)
     # the next training goes on, and its clean-ups leave nothing that no index names

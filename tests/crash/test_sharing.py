@@ -1,4 +1,4 @@
-"""Saves that share files, deletions, clean-ups and copies of what is shared, killed at every effect: nothing is lost."""
+"""What shares files, deletes them or copies what is shared, killed at every effect: nothing is lost."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -131,7 +132,7 @@ def run_incremental(directory: Path, scale: float, repetitions: int) -> list[Inc
     for step in range(1, max(repetitions, MIN_ROUNDS) + 3):
         state.train()
         for one in contenders:
-            seconds = _seconds(lambda one=one: one.save(step, state.tree))
+            seconds = _seconds(partial(one.save, step, state.tree))
             saved[one.name] += [seconds] if step > 2 else []
             print(f"{one.name}: {seconds:.3f} s, {one.written() / 1e6:.1f} MB", file=sys.stderr)
     for _ in range(repetitions):
