@@ -54,7 +54,7 @@ from .._core.planning.rank_trees import (
     merge_rank_trees,
     piece_key,
 )
-from .._core.planning.save_plan import GlobalPlan, compute_plan, overlapping_pieces
+from .._core.planning.save_plan import GlobalPlan, array_leaves, compute_plan, overlapping_pieces
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region
@@ -67,7 +67,7 @@ from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from ..errors import CheckpointError, MismatchError
-from .incremental import BaseCheckpoint, IncrementalSave, plan_groups, read_base
+from .incremental import BaseCheckpoint, IncrementalSave, KnownFiles, plan_groups, read_base
 from .options import (
     CommonOptions,
     FailureSink,
@@ -338,7 +338,8 @@ class _Agreement:
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
                         if self.options.incremental is not None:
-                            self.base = read_base(self.options.incremental, self.store, self.held)
+                            kept = self.comm.state.get(KnownFiles)
+                            self.base = read_base(self.options.incremental, self.store, kept, self.held)
                     self._describe(tree)
             except Exception as failed:
                 # raised in the step below, by which all ranks learn of it
@@ -551,7 +552,9 @@ class _Agreement:
         limit, kept, key = self.options.max_shard_bytes, self._kept_plan(), self.decision.key
         # ranks that have all kept the plan have sent no inventories
         tree = merged or (kept.global_tree if kept is not None else self._replicated_tree())
-        groups = plan_groups(key, tree, self.decision.base) if self.options.incremental is not None else ()
+        groups = ()
+        if self.options.incremental is not None:
+            groups = plan_groups(key, tree, kept.arrays if kept is not None else array_leaves(tree), self.decision.base)
         # the key covers the inventories, and neither the limit nor the groups
         if kept is not None and (kept.max_shard_bytes, kept.groups) == (limit, groups):
             return kept

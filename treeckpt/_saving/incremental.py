@@ -25,14 +25,16 @@ import numpy as np
 import xxhash
 
 from .._arrays.base import ArraySource
+from .._core.format.files import checksum
 from .._core.format.records import Index
 from .._core.format.references import Home, References, SharedFile, group_arrays
-from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name
+from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name, shard_name
 from .._core.planning.rank_trees import GlobalTree
-from .._core.planning.save_plan import GlobalPlan, array_leaves
+from .._core.planning.save_plan import ArrayLeaf, GlobalPlan
 from .._core.sharding.int_runs import Runs, encode_runs
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import read_index, with_shared_files
+from .._io.storage.deletions import index_state
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.shard_reader import read_header
 from .._io.storage.store import Store
@@ -40,7 +42,7 @@ from .._threads import ThreadPool
 from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
 from .shard_files import WRITE_THREADS, area_hashes
-from .shard_writer import TreeShardSource, WriteReport, shard_entries
+from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
 
 _log = logging.getLogger("treeckpt")
 
@@ -59,7 +61,7 @@ class KnownFile(msgspec.Struct, frozen=True):
     """A file of a rank in the checkpoint that was saved or read last."""
 
     home: Home
-    home_part: int
+    name: str
     header: int
     """Bytes before its data area."""
     nbytes: int
@@ -74,12 +76,27 @@ class KnownFiles(msgspec.Struct, frozen=True):
 
     save_id: str
     files: tuple[KnownFile, ...]
+    references: References | None = None
+    """Those of the checkpoint, where it was saved here."""
+    index: str = ""
+    """The checksum of its index then."""
 
 
-def read_base(options: IncrementalOptions, store: Store, opened: contextlib.ExitStack) -> BaseCheckpoint | None:
+class KnownEntries(msgspec.Struct, frozen=True):
+    """What the files of a rank hold by a plan, which the comm keeps as long as the plan."""
+
+    plan: GlobalPlan
+    digests: dict[int, bytes]
+    """`entries_digest` of each file, by its part."""
+
+
+def read_base(
+    options: IncrementalOptions, store: Store, kept: KnownFiles | None, opened: contextlib.ExitStack
+) -> BaseCheckpoint | None:
     """Returns on rank 0 the checkpoint that the save follows, None where it is no help.
 
     Args:
+        kept: what the comm has kept of this rank's last save.
         opened: keeps a lease on that checkpoint, until the save has ended.
 
     Raises:
@@ -91,7 +108,7 @@ def read_base(options: IncrementalOptions, store: Store, opened: contextlib.Exit
         try:
             with contextlib.ExitStack() as held:
                 held.enter_context(hold_lease(folder))
-                base = _read_base(folder, save_id, store)
+                base = _read_base(folder, save_id, store, kept)
                 if base is not None:
                     opened.push(held.pop_all())
                     full = options.full_every is not None and base.references.since_full + 1 >= options.full_every
@@ -103,7 +120,9 @@ def read_base(options: IncrementalOptions, store: Store, opened: contextlib.Exit
     return None
 
 
-def _read_base(folder: Store, save_id: str, store: Store) -> BaseCheckpoint | None:
+def _read_base(folder: Store, save_id: str, store: Store, kept: KnownFiles | None) -> BaseCheckpoint | None:
+    if kept is not None and kept.references is not None and folder.name != store.name and _is_kept(folder, kept):
+        return BaseCheckpoint(folder.name, kept.save_id, kept.references)
     index = read_index(folder)
     if index.references is None or index.disks or save_id not in ("", index.save_id) or folder.name == store.name:
         return None
@@ -115,14 +134,29 @@ def _read_base(folder: Store, save_id: str, store: Store) -> BaseCheckpoint | No
     return BaseCheckpoint(folder.name, index.save_id, index.references)
 
 
-def plan_groups(key: str, tree: GlobalTree, base: BaseCheckpoint | None) -> tuple[int, ...]:
+def _is_kept(folder: Store, kept: KnownFiles) -> bool:
+    """Whether a directory has the checkpoint that was saved last, with the files of this rank that it shares.
+
+    To decode the index of a large tree takes a hundred times as long.
+    """
+    data = index_state(folder)
+    if not isinstance(data, bytes) or checksum(data) != kept.index:
+        return False
+    shared = [file for file in kept.files if file.home.save_id != kept.save_id]
+    there = {directory: folder.run().folder(directory).sizes() for directory in {f.home.directory for f in shared}}
+    return all(there[file.home.directory].get(file.name) == file.header + file.nbytes for file in shared)
+
+
+def plan_groups(
+    key: str, tree: GlobalTree, arrays: Sequence[tuple[int, ArrayLeaf]], base: BaseCheckpoint | None
+) -> tuple[int, ...]:
     """Returns the groups of the arrays of a plan.
 
     Args:
         key: the digest of the trees.
+        arrays: those of the tree.
         base: the checkpoint before; that of other trees says nothing about the arrays of these.
     """
-    arrays = array_leaves(tree)
     specs = (tree.leaves[number].spec for number, _ in arrays)
     frozen = [spec is not None and spec.kind == "parameter" and not spec.requires_grad for spec in specs]
     before = base.references if base is not None and base.references.key == key else None
@@ -151,7 +185,7 @@ def _read_known(store: Store, index: Index, directory: str, rank: int) -> list[K
         if content.block == BLOCK:
             home = Home(file.directory or directory, named[0])
             hashes = np.array(content.hashes, np.uint64)
-            found.append(KnownFile(home, named[3], header, file.nbytes, entries_digest(content.entries), hashes))
+            found.append(KnownFile(home, file.name, header, file.nbytes, entries_digest(content.entries), hashes))
     return found
 
 
@@ -216,44 +250,49 @@ class IncrementalSave:
                 return {}
         return {file.entries: file for file in kept.files}
 
-    @cached_property
-    def _entries(self) -> dict[int, bytes]:
-        """`entries_digest` of each file of the plan, by its part; kept by `find_shared`."""
-        return {}
+    def _entries(self, plan: GlobalPlan) -> dict[int, bytes]:
+        """Returns `entries_digest` of each file of the plan, by its part."""
+        known = self._comm.state.get(KnownEntries)
+        if known is None or known.plan is not plan:
+            digests = {file.part: entries_digest(shard_entries(plan, file)) for file in plan.own.files}
+            known = KnownEntries(plan, digests)
+            self._comm.state.put(known)
+        return known.digests
 
     def find_shared(self, plan: GlobalPlan, sources: Mapping[str, ArraySource]) -> tuple[SharedFile, ...]:
         """Returns the files of this rank that need not be written."""
-        found: list[SharedFile] = []
-        self._entries.update((file.part, entries_digest(shard_entries(plan, file))) for file in plan.own.files)
+        found, entries = list[SharedFile](), self._entries(plan)
         grouped = [file for file in plan.own.files if file.group]
-        candidates = [(file, known) for file in grouped if (known := self._before.get(self._entries[file.part]))]
+        candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part]))]
         if not candidates or (self._base is not None and self._base.full):
             return ()
         source = TreeShardSource(plan, sources)
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
             for file, known in candidates:
                 if np.array_equal(np.array(area_hashes(file, source, pool), np.uint64), known.hashes):
-                    place = (file.part, file.stream, file.nbytes, known.header)
-                    found.append(SharedFile(known.home, known.home_part, *place))
+                    named = parse_shard_name(known.name)
+                    assert named is not None, "it is the name of a shard"
+                    found.append(SharedFile(known.home, named[3], file.part, file.stream, file.nbytes, known.header))
         return tuple(found)
 
     def compare(self, plan: GlobalPlan, report: WriteReport) -> WriteReport:
         """Returns what this rank has written, with what of it has changed since the checkpoint before."""
         written = {part: np.frombuffer(data, np.uint64) for part, data in report.hashes.items()}
-        changed, unknown = compare_written(plan, self._entries, written, self._before)
+        changed, unknown = compare_written(plan, self._entries(plan), written, self._before)
         return msgspec.structs.replace(report, changed=changed, unknown=unknown)
 
-    def keep(self, plan: GlobalPlan, save_id: str, report: WriteReport | None) -> None:
-        """Keeps the checksums of this rank's files for the next save; nothing where the save has failed."""
-        if report is None:
+    def keep(self, plan: GlobalPlan, save_id: str, report: WriteReport, ended: CommitResult) -> None:
+        """Keeps the checksums of this rank's files for the next save; nothing where this one has failed."""
+        if ended.faults or ended.disks:
             self._comm.state.remove(KnownFiles)
             return
+        entries = self._entries(plan)
         home, headers = Home(self._store.name, save_id), {part: header for _, part, _, _, header in report.files}
         shared = {file.part for file in report.shared}
-        known = [self._before[self._entries[part]] for part in shared]
+        known = [self._before[entries[part]] for part in shared]
         for file in plan.own.files:
             if file.part not in shared:
                 hashes = np.frombuffer(report.hashes[file.part], np.uint64)
-                place = (headers[file.part], file.nbytes, self._entries[file.part])
-                known.append(KnownFile(home, file.part, *place, hashes))
-        self._comm.state.put(KnownFiles(save_id, tuple(known)))
+                name = shard_name(save_id, plan.own.rank, plan.global_tree.world, file.part)
+                known.append(KnownFile(home, name, headers[file.part], file.nbytes, entries[file.part], hashes))
+        self._comm.state.put(KnownFiles(save_id, tuple(known), ended.references, ended.index))

@@ -120,7 +120,7 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> Co
         if ended.faults and not ended.in_place:
             remove_files(store, written_names(agreed.info, agreed.plan))
     if agreed.incremental is not None and agreed.plan is not None:
-        agreed.incremental.keep(agreed.plan, agreed.info.save_id, None if ended.faults else report)
+        agreed.incremental.keep(agreed.plan, agreed.info.save_id, report, ended)
     if ended.faults:
         in_place = UNANSWERED_HINT if store.traits.far else UNPUBLISHED_HINT if ended.disks else PUBLISHED_HINT
         hint = {"hint": in_place} if ended.in_place else {}

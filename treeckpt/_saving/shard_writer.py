@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.files import Progress, Sidecar, stored_name
+from .._core.format.files import Progress, Sidecar, checksum, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
 from .._core.format.records import Disk, FileTable, Index, build_index, file_table
@@ -134,6 +134,10 @@ class CommitResult(msgspec.Struct, array_like=True):
     """Whether nothing was published, as files of other ranks are not there: they may lie on other disks."""
     disks: tuple[Disk, ...] = ()
     """The disks of a save that is committed on several."""
+    references: References | None = None
+    """Those of the index of an incremental save."""
+    index: str = ""
+    """The checksum of that index."""
 
 
 class DisksToPrepare(Protocol):
@@ -427,6 +431,7 @@ class InlineWriter:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
         faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
         publishing = in_place = False
+        index, data = None, b""
         if not faults:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
@@ -466,6 +471,8 @@ class InlineWriter:
             if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
+            if index is not None and index.references is not None:
+                return CommitResult((), True, references=index.references, index=checksum(data))
             return CommitResult((), True)
         self._wait_timings()
         with contextlib.suppress(Exception):  # the error that is being reported matters more
