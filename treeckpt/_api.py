@@ -122,10 +122,8 @@ def save(
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
-        base: a checkpoint in a directory beside `path`, as of an earlier step: files of it that have what is saved
-            here, byte for byte, are not written again. The new checkpoint names them where they are, and clean-ups
-            keep what others need. Parameters that are not trained, and arrays that have stayed the same in the last
-            saves with `base`, have files of their own. With another layout everything is written.
+        base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
+            are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
         verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
             as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
             along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not

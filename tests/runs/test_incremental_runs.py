@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.saving.test_incremental import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
+from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME

@@ -48,7 +48,7 @@ class Contender(Protocol):
         ...
 
 
-class Run:
+class TreeckptRun:
     """A run of treeckpt: `incremental` or not."""
 
     def __init__(self, directory: Path, *, incremental: bool) -> None:
@@ -121,8 +121,8 @@ def run_incremental(directory: Path, scale: float, repetitions: int) -> list[Inc
     """Measures each contender and prints the table."""
     state = Adapted(scale)
     makers: Sequence[Callable[[], Contender]] = (
-        lambda: Run(directory, incremental=True),
-        lambda: Run(directory, incremental=False),
+        lambda: TreeckptRun(directory, incremental=True),
+        lambda: TreeckptRun(directory, incremental=False),
         lambda: Peer(directory, SyncDcp()),
         lambda: Peer(directory, SyncTorchSave()),
     )

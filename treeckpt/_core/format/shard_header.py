@@ -285,6 +285,8 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     try:
         metadata = _METADATA.decode(memoryview(data)[8:]).metadata
         header = _header_of(metadata, name)
+        if (metadata.version == str(SHARING_VERSION)) != bool(metadata.shared):
+            raise ValueError(f"version {metadata.version} of a header with shared files {metadata.shared[:80]!r}")
         hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
         header = msgspec.structs.replace(
             header,

@@ -714,4 +714,4 @@ def compute_plan(
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)
     own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
-    return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares, own, tuple(groups))
+    return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares=shares, own=own, groups=tuple(groups))

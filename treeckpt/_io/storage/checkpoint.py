@@ -377,8 +377,7 @@ class Checkpoint:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Every file of the store and its size in bytes, listed once, with shards in other directories."""
-        assert self.index is not None, "read first: it says which those are"
-        return self.store.sizes()
+        return with_shared_files(self.place, self.index).sizes()
 
     def check_against_files(self) -> None:
         """Raises CorruptError for an index that describes far more bytes than the files can hold."""
