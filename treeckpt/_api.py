@@ -124,21 +124,17 @@ def save(
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
             are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
-        verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
-            as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
-            along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not
-            compared, each part comes from one of the ranks that hold it.
+        verify_replicas: how what several ranks hold is compared: up to 64 KiB always as a whole; larger arrays by
+            samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not at all (False). Of an array that
+            differs where it is not compared, each part comes from one of the ranks that hold it.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
         max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.
 
     Raises:
-        TreeError: a leaf, key or container that cannot be stored, or a file of `files` that cannot be read.
-        LayoutError: pieces that do not make up their array.
-        CheckpointExists: there is one, and `overwrite` is not given.
-        MismatchError: ranks contradict each other.
-        RankError: ranks failed or fell silent; raised on every rank.
-        StoreError: an object store cannot be reached, or refuses.
+        TreeError, LayoutError: what cannot be stored, a file that cannot be read, pieces that are no whole array.
+        CheckpointExists, MismatchError: there is one, and `overwrite` is not given; ranks contradict each other.
+        RankError, StoreError: ranks failed or fell silent, raised on every rank; a store cannot be reached, or refuses.
     """
     options = SaveOptions(
         step=None if step is None else check_step(step),

@@ -589,7 +589,7 @@ def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str
         entries=shard_entries(plan, file),
         hashes=(0,) * block_count(file.nbytes),
         manifest=manifest if file.part == 0 else None,
-        shared=encode_shared(info.shared) if file.part == 0 else "",
+        shared=encode_shared(info.shared) if info.shared and file.part == 0 else "",
     )
 
 
