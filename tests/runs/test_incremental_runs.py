@@ -10,8 +10,9 @@ import torch
 import treeckpt as tc
 from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
 from treeckpt._cli.main import main
-from treeckpt._core.format.files import parse_file_name
+from treeckpt._core.format.files import deleted_name, parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
@@ -132,6 +133,23 @@ def test_where_an_index_cannot_be_read_nothing_goes_that_it_may_name(tmp_path: P
     assert data_nbytes(tmp_path / "step_00000001") >= SHARED, report
     left = RunDirectory(tmp_path).clean([Last(1)], dry_run=True).left
     assert any("step_00000002, whose index cannot be read, may need them" in each.why for each in left)
+
+
+def test_what_a_reader_of_a_deleted_checkpoint_shares_stays(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    folder = RunDirectory(tmp_path).folder(3)
+    save_id = tc.inspect(tmp_path / "step_00000003").save_id
+    manager = tc.Manager(tmp_path, keep=None)
+    manager.delete(2)
+    with hold_lease(folder):
+        # as a deletion leaves it that has found the reader once the index was gone
+        folder.rename(INDEX_NAME, deleted_name(save_id), replace=True)
+        manager.clean()
+        RunDirectory(tmp_path).delete(1, force=True)
+        assert data_nbytes(tmp_path / "step_00000001") >= SHARED
+    manager.clean()
+    manager.clean()
+    assert not list(tmp_path.rglob("shard-*"))
 
 
 def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(

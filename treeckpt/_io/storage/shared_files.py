@@ -10,22 +10,25 @@ deletion there, and looks for the files when there is none; the deletion writes 
 deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one, and so that
 save holds a lease on the checkpoint that it follows, whose index names the same files.
 
-Where an index beside it cannot be read, no file that it may name is deleted.
+Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file that it
+may name is deleted.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 
 from ..._core.format.files import parse_file_name
 from ..._inspect.deletion import NeededFiles
 from ...errors import CheckpointNotFound, TreeckptError
 from .checkpoint import read_index
+from .kept_files import has_readers
 from .store import Store, for_each
 
 Sharing = Mapping[str, Mapping[str, str] | None]
 """Of each directory of a run the shards that its index names in other directories, with the names of these directories;
-None where the index could not be read."""
+None where the index could not be read, or was taken away from one that is still being read."""
 
 
 def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None = None) -> NeededFiles:
@@ -60,6 +63,8 @@ def _read_shared(folder: Store) -> Mapping[str, str] | None:
     try:
         return read_index(folder).shared_names
     except CheckpointNotFound:
-        return {}
+        deleted = any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in folder.sizes())
+        # whoever reads it has opened it before its index was taken away
+        return None if deleted and has_readers(folder, time.time_ns()) else {}
     except TreeckptError:
         return None
