@@ -111,9 +111,10 @@ def remove_files(store: Store, names: Iterable[str]) -> None:
 
 def remove_replaced(store: Store, save_id: str) -> None:
     """Deletes the files of a save that was overwritten."""
-    found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
+    present = store.sizes()
+    found = [(name, owned) for name in present if (owned := parse_file_name(name)) is not None]
     kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
     # of files that other checkpoints share the next clean-up asks again
-    needed = needed_files(store, store.sizes()).names
+    needed = needed_files(store, present).names
     remove_files(store, [*(name for name in names if name not in needed), timings_name(save_id)])
