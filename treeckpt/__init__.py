@@ -60,6 +60,7 @@ from ._loading.options import Fallback, ReadOptions
 from ._loading.overlay import Bank, From
 from ._loading.run_load import inspect, read_file, rebuild_index, verify
 from ._runs.manager import Manager
+from ._runs.restore import OpenedStep
 from ._saving.options import BackgroundOptions
 from ._saving.session import Pending
 from .errors import (
@@ -99,6 +100,7 @@ __all__ = [
     "MismatchError",
     "ObjectRun",
     "ObjectStore",
+    "OpenedStep",
     "Pending",
     "PendingLoad",
     "PerRank",
