@@ -6,7 +6,7 @@ rank alone.
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def batch(step: int) -> KeyedJaggedTensor:
 
 
 def sharded() -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Returns the model over the ranks there are, and the optimizer of its tables, fused into them, and of its layer."""
+    """Returns the model over the ranks there are, and the optimizer of its tables and of its layer."""
     net, sharders = Ranker(), [EmbeddingBagCollectionSharder()]
     apply_optimizer_in_backward(RowWiseAdagrad, net.tables.parameters(), {"lr": 0.1})
     kinds = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in SHARDING.items()}
@@ -76,7 +76,7 @@ def main() -> None:
     model, optimizer = sharded()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     losses: dict[int, float] = {}
-    with tc.Manager(arguments.directory / "run", every=2, background=False) as manager:
+    with tc.Manager(arguments.directory / "run", every=2) as manager:
         with manager.open() as opened:
             if opened is not None:
                 opened.load(into=state, partial=True)
@@ -86,10 +86,12 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step == arguments.kill_at:
-                os._exit(9)
             if manager.should_save(step):
-                manager.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                if step == arguments.kill_at:
+                    manager.wait()
+                with job.killed_in_save() if step == arguments.kill_at else nullcontext():
+                    manager.save(step, state)
     torch.save(losses, arguments.directory / f"losses-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
