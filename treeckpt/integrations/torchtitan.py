@@ -44,7 +44,7 @@ class TreeckptManager(BaseCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
-        """torchtitan's options. It cannot write the last step in Hugging Face's format."""
+        """torchtitan's options, but for `last_save_in_hf` and `initial_load_in_hf_quantized`, which are refused."""
 
         background: bool | tc.BackgroundOptions = True
         """As in `treeckpt.Manager`: with staging "lazy" copies are made beside the next forward and backward pass."""
@@ -64,9 +64,10 @@ class TreeckptManager(BaseCheckpointManager):
         self.enable = config.enable
         if not config.enable:
             return
-        if config.last_save_in_hf:
-            hint = "Pass the model of the last checkpoint, from treeckpt.load, to the to_hf of torchtitan's adapter"
-            raise tc.CheckpointError("last_save_in_hf", expected="False", found="True", hint=hint)
+        for name in ("last_save_in_hf", "initial_load_in_hf_quantized"):
+            if getattr(config, name):
+                hint = "Convert between checkpoints by torchtitan's own CheckpointManager"
+                raise tc.CheckpointError(name, expected="False", found="True", hint=hint)
         self.config, self.sd_adapter, self.states, self.save_future = config, sd_adapter, states, None
         states |= {MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
         states |= {} if dataloader is None else {DATALOADER: dataloader}
