@@ -262,6 +262,13 @@ class CorruptError(CheckpointError):
     treeckpt.errors.CorruptError: model/weight, model/bias: ...: expected bytes that match their checksum, ...
     """
 
+    def __init__(
+        self, path: str, *, expected: str = "", found: str = "", hint: str = "", repairable: bool = False
+    ) -> None:
+        self.repairable = repairable
+        """Whether it is the index, which `verify --repair` may make again from the shards."""
+        super().__init__(path, expected=expected, found=found, hint=hint)
+
 
 class StoreError(TreeckptError):
     """The files could not be read or reached this time: nothing is known of them. They may be valid: try again.

@@ -84,6 +84,7 @@ router.get(f"{CHECKPOINT}/leaves", tree.leaves_page, table="rows", start=POSITIO
 router.get(f"{CHECKPOINT}/folds", tree.folds_page)
 router.get(f"{CHECKPOINT}/treemap", tree.treemap_page)
 router.get(f"{CHECKPOINT}/snippet", tree.snippet_page, start=POSITION, stop=POSITION)
+router.get(f"{CHECKPOINT}/found/snippet", tree.found_snippet)
 router.get(LEAF, leaf.leaf_page, "leaf.html", table="chunks.rows")
 router.get(f"{LEAF}/chunks", chunks.chunks_page)
 router.get(f"{LEAF}/map", chunks.map_page)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import msgspec
+import numpy as np
 
 from treeckpt._core.format.records import Index, Leaf
 from treeckpt._core.text import value_text, value_type
@@ -25,7 +26,7 @@ from ..pages.checkpoints import (
     next_start,
     shorten,
 )
-from ..pages.damage import Damage
+from ..pages.damage import NO_DAMAGE, Damage
 from ..pages.load_code import MAX_NAMED_LEAVES, SnippetPage, selecting_code
 from ..store.library import Library, NotFound
 from .leaf_numbers import ContentsSummary, summary_of
@@ -267,6 +268,24 @@ def snippet_page(tree: OpenTree, path: str = "", node: str = "", start: int = 0,
     return SnippetPage(path, selecting_code(info, [row.path for row in rows]))
 
 
+def found_snippet(tree: OpenTree, q: str = "", dtype: str = "", larger: int = 0) -> SnippetPage:
+    """The Python code that loads all leaves that a search finds.
+
+    Raises:
+        NotFound: there are too many, or none.
+    """
+    entries, paths = tree.outline.index.entries, list[str]()
+    start: int | None = 0
+    while start is not None and len(paths) <= MAX_NAMED_LEAVES:
+        page = leaves_page(tree.outline, NO_DAMAGE, q, dtype, larger, start)
+        paths += [entries[row.leaf].path for row in page.rows if row.leaf is not None]
+        start = page.next
+    if not 0 < len(paths) <= MAX_NAMED_LEAVES:
+        many = f"More than {MAX_NAMED_LEAVES:,} leaves are found, and code names at most so many: add a word."
+        raise NotFound(many if paths else "No leaf is found.")
+    return SnippetPage("", selecting_code(tree.checkpoint.info, paths))
+
+
 class FoldRow(msgspec.Struct, frozen=True):
     """Children `start` to `stop` of a node: a block that is repeated `blocks` times."""
 
@@ -382,5 +401,5 @@ def treemap_page(
         leaves=[box.leaf for box in boxes],
         nodes=[box.node for box in boxes],
         more=[box.more for box in boxes],
-        damaged=[at for at, box in enumerate(boxes) if box.leaf >= 0 and damage.holds(box.leaf)],
+        damaged=np.flatnonzero(np.isin([box.leaf for box in boxes], damage.leaves)).tolist(),
     )

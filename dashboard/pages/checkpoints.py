@@ -29,7 +29,7 @@ from treeckpt.errors import CheckpointError, visible
 
 from ..store.foreign_trees import ForeignInfo
 from ..store.index_reader import ReadProgress
-from ..store.library import Library, Listed, NotFound, OpenCheckpoint, Run
+from ..store.library import Library, NotFound, OpenCheckpoint, Run
 from .damage import NO_DAMAGE, Damage, damage_of
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -315,12 +315,6 @@ def lineage_branches(infos: Sequence[CheckpointInfo]) -> list[list[CheckpointInf
             groups.append([])
         groups[-1].append(info)
     return groups
-
-
-def saves_in_order(listed: Listed) -> list[tuple[str, CheckpointInfo]]:
-    """Returns the complete checkpoints that have a step with their ids, in the order of saving."""
-    complete = [(i, info) for i, info in listed if info.files == "complete" and info.step is not None]
-    return sorted(complete, key=lambda pair: (pair[1].sequence or 0, pair[1].step or 0, pair[1].created_ns or 0))
 
 
 def branch_numbers(infos: Sequence[CheckpointInfo]) -> list[int]:

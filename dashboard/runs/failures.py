@@ -89,7 +89,7 @@ class FailureLists(BackgroundResults[str, Failures]):
 
     def list_of(self, run: Run, infos: Sequence[CheckpointInfo]) -> Failures | None:
         """Returns the last list; starts to read it again unless it is fresh; None while there is none."""
-        watch = self._library.watches[run.id]
+        watch = self._library.watch(run)
         if not watch.progress.complete:
             return None
         known = self._known.setdefault(run.id, {})

@@ -151,7 +151,7 @@ class NanJobs(JobQueue[_NanScan]):
             job=shown,
             report=report,
             ids=ids,
-            scan=library.watches[run.id].progress,
+            scan=library.watch(run).progress,
         )
 
 

@@ -128,7 +128,7 @@ def live_page(library: Library, rates: SaveRates, start: int = 0, *, now_ns: int
     saves.sort(key=lambda one: (_ORDER.index(one[3].state), -one[3].started_ns))
     rows = [_save_row(*one, rates, now_ns) for one in saves[start : start + PAGE_ROWS]]
     saving = sum(save.state == "in_progress" for *_, save in saves)
-    changed = max((library.watches[run.id].changed_ns for run in library.runs), default=None)
+    changed = max((library.watch(run).changed_ns for run in library.runs), default=None)
     return LivePage(rows, saving, iso_time(changed), start, next_start(start, len(saves)))
 
 

@@ -88,5 +88,5 @@ def _run_metrics(library: Library, run: Run) -> Iterator[tuple[str, dict[str, st
     yield "saves_under_way", {}, len(saves)
     yield "save_written_bytes", {}, sum(save.written for save in saves)
     yield "save_planned_bytes", {}, sum(save.planned for save in saves)
-    progress = library.watches[run.id].progress
+    progress = library.watch(run).progress
     yield "scan_complete", {}, int(progress.complete and progress.problem is None)

@@ -169,7 +169,7 @@ def run_tag(library: Library, runs: Sequence[Run], *, wait: float = 0.0) -> str:
     library.start_scans(runs)
     for run in runs:
         listed = library.checkpoints(run, wait=wait)
-        watch = library.watches[run.id]
+        watch = library.watch(run)
         progress = watch.progress
         activity = run_activity(library, run, summarize_run(run, listed, policies_of(library, listed)))
         minute = time.time_ns() // 60_000_000_000 if activity is not None and activity.state == "late" else ""
@@ -236,7 +236,7 @@ def _text_of_run(part: RunPart) -> str:
 
 def run_activity(library: Library, run: Run, summary: RunSummary, now_ns: int | None = None) -> RunActivity | None:
     """Returns whether a run still trains; None until all of its directories are read, or if they cannot be."""
-    progress = library.watches[run.id].progress
+    progress = library.watch(run).progress
     if not progress.complete or progress.problem is not None:
         return None
     return activity_at(summary.signs, time.time_ns() if now_ns is None else now_ns)
@@ -256,7 +256,7 @@ def run_page(library: Library, failures: FailuresPage, query: ListQuery | None =
 def _run_part(
     library: Library, run: Run, query: ListQuery, count: int, columns: Sequence[MetricColumn] = ()
 ) -> tuple[RunPart, RunSummary]:
-    listed, watch = library.checkpoints(run), library.watches[run.id]
+    listed, watch = library.checkpoints(run), library.watch(run)
     policies = policies_of(library, listed, query.keep)
     summary = summarize_run(run, listed, policies, choice_of(query.best))
     good = summary.resume.newest

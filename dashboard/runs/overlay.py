@@ -15,8 +15,9 @@ import numpy as np
 
 from treeckpt._core.text import json_number
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.save_trends import saves_in_order
 
-from ..pages.checkpoints import PAGE_ROWS, branch_numbers, iso_time, next_start, saves_in_order, shorten, unix_time
+from ..pages.checkpoints import PAGE_ROWS, branch_numbers, iso_time, next_start, shorten, unix_time
 from ..store.library import Library, Run
 from .run_table import MetricCell, MetricColumn, TableQuery, known_metrics, metric_cells, metric_columns, shown_columns
 

@@ -139,7 +139,8 @@ def get_usage(
 ) -> UsagePage:
     """Bytes by run and by policy, what each run will take, and what a clean-up would free. Nothing is deleted."""
     page = usage_page(library, plans, keep, start)
-    versions = [library.watches[row.run].version for row in page.runs]
+    shown = {row.run for row in page.runs}
+    versions = [library.watch(run).version for run in library.runs if run.id in shown]
     plans_made = [row.plan and (row.plan.freed, row.plan.removals) for row in page.runs]
     live = [(row.scan, row.live) for row in page.runs]
     # what changes with the clock alone, as the free bytes, is no reason to draw the page again

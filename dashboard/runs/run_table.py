@@ -31,8 +31,8 @@ class MetricColumn(msgspec.Struct, frozen=True):
     """Whether the lowest or the highest value is the best: by the user's choice, else by the policies of the runs."""
     chosen: bool
     """Whether the user has chosen the mode."""
-    best_run: str | None = None
-    """The id of the run with the best value, among those of the page; of equal ones the first."""
+    best_runs: Sequence[str] = ()
+    """The ids of the runs with the best value, among those of the page; none where only one has a value."""
 
     @property
     def choice(self) -> str:
@@ -125,15 +125,15 @@ def _cell(listed: Listed, metric: str, mode: Mode | None) -> MetricCell:
 
 
 def shown_columns(columns: Sequence[MetricColumn], cells: Mapping[str, Sequence[MetricCell]]) -> list[MetricColumn]:
-    """Returns the columns with the run that has the best value, and with names of a length that a page can show.
+    """Returns the columns with the runs that have the best value, and with names of a length that a page can show.
 
     Args:
         cells: of each run, by its id.
     """
     shown: list[MetricColumn] = []
     for at, one in enumerate(columns):
-        rated = [(float(row[at].best or 0), run) for run, row in cells.items() if row[at].best is not None]
-        pick = max if one.mode == "max" else min
-        best = pick(rated, key=lambda pair: pair[0], default=(0.0, None))[1] if len(rated) > 1 else None
-        shown.append(msgspec.structs.replace(one, metric=shorten(one.metric), best_run=best))
+        rated = {run: float(row[at].best or 0) for run, row in cells.items() if row[at].best is not None}
+        best = (max if one.mode == "max" else min)(rated.values(), default=0.0)
+        best_runs = [run for run, value in rated.items() if value == best and len(rated) > 1]
+        shown.append(msgspec.structs.replace(one, metric=shorten(one.metric), best_runs=best_runs))
     return shown

@@ -123,7 +123,7 @@ class CleanUpPlans(BackgroundResults[tuple[str, tuple[Policy, ...]], Plan]):
 
     def plan(self, run: Run, policies: tuple[Policy, ...]) -> Plan | None:
         """Returns the last plan; starts to make one unless it is fresh; None while there is none."""
-        version = self._library.watches[run.id].version
+        version = self._library.watch(run).version
         make = partial(self._make, run, policies)
         return self.of((run.id, policies), version, make, fresh=PLAN_FRESH, seconds=PLAN_WAIT)
 
@@ -180,7 +180,7 @@ def _last_usages(run_id: str) -> LastResults[Listed, tuple[Sequence[Policy], Seq
 
 def _usage(library: Library, run: Run, listed: Listed, given: Sequence[Policy], now_ns: int) -> RunUsage | None:
     """Returns how a run grows; None until all of its directories are read. It is projected once for a list."""
-    if not library.watches[run.id].progress.complete:
+    if not library.watch(run).progress.complete:
         return None
     infos = [info for _, info in listed]
     project = partial(usage_of_run, infos, now_ns, given=given, default=library.policies)
@@ -216,7 +216,7 @@ def _usage_row(
         run=run.id,
         name=run.name,
         path=visible(run.store.url),
-        scan=library.watches[run.id].progress,
+        scan=library.watch(run).progress,
         checkpoints=sum(map(_is_checkpoint, infos)),
         nbytes=summary.nbytes,
         share=summary.nbytes / total if total else 0.0,

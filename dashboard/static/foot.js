@@ -37,6 +37,15 @@ for (const part of document.querySelectorAll(".drawing, .chart")) {
   part.after(make("p", { class: "pngs" }, button));
 }
 
+// what is cut by its cell says all of it
+document.addEventListener("pointerover", ({ target }) => {
+  if (!(target instanceof Element)) return;
+  const cut = [target, target.parentElement, target.parentElement?.parentElement].find(
+    (part) => part instanceof HTMLElement && getComputedStyle(part).textOverflow === "ellipsis",
+  );
+  if (cut instanceof HTMLElement && cut.scrollWidth > cut.clientWidth) cut.title ||= cut.innerText.trim();
+});
+
 const link = find("#copy-link");
 link.hidden = false;
 link.addEventListener("click", () => copy(link, location.href));

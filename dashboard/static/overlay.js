@@ -48,6 +48,40 @@ const valueText = (value) => (typeof value === "number" ? figure(value, 5) : val
 let shown = [];
 
 /**
+ * Runs of which two lines have two neighbouring values in common, by groups; the order in a group is that of the page.
+ * Lines that lie on each other only in a part are of one group too. @param {RunLine[]} lines
+ */
+function runsAlike(lines) {
+  /** @type {Map<string, string[]>} */
+  const groups = new Map(order.map((run) => [run, [run]]));
+  /** @type {Map<string, string>} */
+  const runOf = new Map();
+  for (const line of lines) {
+    const place = (/** @type {number} */ n) => `${byTime() ? line.created[n] : line.step[n]} ${line.values[n]}`;
+    const last = line.ids.length - 1;
+    for (let n = Math.min(1, last); n <= last; n += 1) {
+      const part = `${line.metric} ${place(Math.max(0, n - 1))} ${place(n)}`;
+      const [own, other] = [groups.get(line.run), groups.get(runOf.get(part) ?? line.run)];
+      if (own && other && own !== other) for (const run of other.splice(0)) groups.set(run, own), own.push(run);
+      runOf.set(part, line.run);
+    }
+  }
+  return [...new Set(groups.values())].map((runs) => runs.sort((a, b) => order.indexOf(a) - order.indexOf(b)));
+}
+
+/** The groups of runs whose lines lie on each other, of more than one run. @type {string[][]} */
+let alike = [];
+
+/** @param {string[]} group of runs */
+const namesOf = (group) => group.map((run) => names.get(run)).join(", ");
+
+/** Which of the dashes of its group a run is drawn in; null for one that is drawn as a whole. @param {string} run */
+function turnOf(run) {
+  const group = alike.find((runs) => runs.includes(run));
+  return group ? /** @type {[number, number]} */ ([group.indexOf(run), group.length]) : null;
+}
+
+/**
  * The value of each run next to a place on the axis, of the present branch.
  * @param {number} place
  */
@@ -92,6 +126,7 @@ const charts = holders.map((holder, number) => {
       label: names.get(line.run) ?? "",
       colour: colourOf(line.run),
       faint: line.branch > 0,
+      turn: turnOf(line.run),
       values: /** @type {(number | null | undefined)[]} */ (places.map(() => undefined)),
     }));
     for (const { at, line, n } of points) {
@@ -110,6 +145,7 @@ const charts = holders.map((holder, number) => {
 async function redraw() {
   const query = { low: view.low, high: view.high, run: order, metric: metrics };
   shown = (await api("overlay/lines", query)).lines;
+  alike = runsAlike(shown).filter((runs) => runs.length > 1);
   const drawn = shown.reduce((sum, line) => sum + line.ids.length, 0);
   const saves = shown.reduce((sum, line) => sum + line.saves, 0);
   const untimed = byTime() ? shown.reduce((sum, { created }) => sum + created.filter((t) => t === null).length, 0) : 0;
@@ -117,13 +153,15 @@ async function redraw() {
     drawn < saves
       ? `Of ${countText(saves, "value")} the lowest and the highest of each bin are drawn: ${numberText(drawn)}.`
       : `${countText(saves, "value")}.`,
+    ...alike.map((group) => `${namesOf(group)}: lines that lie on each other, in turns.`),
     untimed ? `${countText(untimed, "value")} without a time of saving ${untimed === 1 ? "is" : "are"} left out.` : "",
   ];
   find("#overlay-about").textContent = about.join(" ").trim();
   find("#range-all").toggleAttribute("disabled", view.low === null && view.high === null);
   for (const draw of charts) draw();
-  const list = order.map((run) => ({ label: names.get(run) ?? "", colour: colourOf(run) }));
-  if (shown.some((line) => line.branch > 0)) list.push({ label: "faint: abandoned branches", colour: "--dim" });
+  /** @type {import("./plots.js").Sign[]} */
+  const list = order.map((run) => ({ label: names.get(run) ?? "", colour: colourOf(run), turn: turnOf(run) }));
+  if (shown.some((line) => line.branch > 0)) list.push({ label: "abandoned branches", colour: "--dim", faint: true });
   nameLines(find("#overlay-legend"), list);
 }
 

@@ -154,18 +154,19 @@ function wholeNumbers(low, high, step) {
 /**
  * What a chart shows. `stacked` lines are sums, the largest first, filled down to zero; `max` is the end of the axis,
  * which begins at zero unless `free` or `log`. With `time` the steps are Unix times in seconds. A `faint` line stands
- * behind the others, a `wide` one is seen beside one that lies on it; the colour of a phase is its `paint`. `marks` are
- * the values that are no finite numbers, by save; `whole` is an axis of whole numbers.
+ * behind the others, a `wide` one is seen beside one that lies on it; of several lines that lie on each other, `turn`
+ * [n, of] is drawn in every n-th of so many dashes. The colour of a phase is its `paint`. `marks` are the values that
+ * are no finite numbers, by save; `whole` is an axis of whole numbers.
  * @typedef {{
  *   label: string, colour: string, values: (number | null | undefined)[], dash?: boolean, faint?: boolean,
- *   wide?: boolean, paint?: number,
+ *   wide?: boolean, paint?: number, turn?: [number, number] | null,
  * }} Line
  * @typedef {{
  *   steps: number[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean, max?: number,
  *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
  *   low: number | null, high: number | null,
  * }} Shown
- * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint">} Sign
+ * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint" | "turn">} Sign
  */
 
 /**
@@ -240,9 +241,21 @@ function drawMarks(u, { steps, marks }) {
 /** What an area, or the line of a legend, is filled with. @param {CanvasRenderingContext2D} g @param {Line} line */
 const fillOf = (g, line) => (line.paint === undefined ? colour(line.colour) : phaseFill(g, line.paint));
 
+/**
+ * The dashes of a line: of those in turns, each begins where the one before it ends.
+ * @param {Sign} line @param {number} long of a dash in turns @param {number[]} dash of a dashed line
+ */
+function dashesOf({ turn, dash: dashed }, long, dash) {
+  if (!turn) return dashed ? dash : [];
+  const [n, of] = turn;
+  return [0, n * long, long, (of - 1 - n) * long];
+}
+
 /** @param {Shown} shown @param {Line} line */
 function seriesOf({ steps, stacked }, line) {
   const paint = () => colour(line.colour);
+  // points that lie on each other are rings around the last one
+  const behind = line.turn ? line.turn[1] - 1 - line.turn[0] : 0;
   return {
     label: line.label,
     stroke: paint,
@@ -251,8 +264,8 @@ function seriesOf({ steps, stacked }, line) {
     paths: stacked && steps.length === 1 ? uPlot.paths.bars({ size: [0.2, 80] }) : undefined,
     width: stacked ? 0 : line.faint ? 1 : line.wide ? 4 : 2,
     alpha: line.faint ? 0.6 : 1,
-    dash: line.dash ? [7, 5] : [],
-    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5, fill: paint },
+    dash: dashesOf(line, 14, [7, 5]),
+    points: { show: !stacked && steps.length < 60, size: line.wide ? 9 : 5 + 3 * behind, fill: paint },
   };
 }
 
@@ -364,10 +377,9 @@ export function stepChart(holder, height, asked) {
 
 /** The sign of a line, as it is drawn. @param {CanvasRenderingContext2D} g @param {Sign} line */
 function drawSign(g, line) {
-  const [high, dash] = [line.wide ? 5 : 3, line.dash ? [5, 3] : []];
   g.strokeStyle = colour(line.faint ? "--dim" : line.colour);
-  g.lineWidth = line.faint ? 1 : high;
-  g.setLineDash(dash);
+  g.lineWidth = line.faint ? 1 : line.wide ? 5 : 3;
+  g.setLineDash(dashesOf(line, 13 / (line.turn?.[1] ?? 1), [5, 3]));
   g.beginPath();
   g.moveTo(0, 6.5);
   g.lineTo(13, 6.5);

@@ -15,6 +15,7 @@ const input = /** @type {HTMLInputElement} */ (find("#q"));
 const dtype = /** @type {HTMLSelectElement} */ (find("#dtype"));
 const larger = /** @type {HTMLSelectElement} */ (find("#larger"));
 const picked = find("#picked");
+const found = find("#found");
 const block = /** @type {HTMLInputElement} */ (find("#picked-block"));
 const checkpoint = holder.dataset.checkpoint ?? "";
 const top = holder.dataset.node ?? "";
@@ -314,10 +315,13 @@ async function ready(item) {
   for (let tries = 0; tries < 200 && !item.row(); tries += 1) await new Promise((done) => setTimeout(done, 15));
 }
 
-const filtered = () => input.value.trim() || dtype.value || larger.value;
+/** What the search asks for. */
+const asked = () => ({ q: input.value.trim(), dtype: dtype.value, larger: larger.value });
+const filtered = () => Object.values(asked()).some(Boolean);
 
 async function browse() {
   state.textContent = "";
+  found.hidden = true;
   try {
     showRows(await childrenOf(top));
   } catch (error) {
@@ -333,7 +337,7 @@ async function search() {
   running.abort();
   running = new AbortController();
   const { signal } = running;
-  const query = { q: input.value.trim(), dtype: dtype.value, larger: larger.value };
+  const query = asked();
   remember({ ...query, start: null, open: filtered() ? null : recalled("open") });
   if (!filtered()) return browse();
   /** @type {Row[]} */
@@ -359,9 +363,9 @@ async function search() {
     if (busy || next === null) return;
     busy = true;
     try {
-      const found = await api(`checkpoints/${checkpoint}/leaves`, { ...query, start: next }, signal);
-      rows.push(...found.rows);
-      next = found.next;
+      const page = await api(`checkpoints/${checkpoint}/leaves`, { ...query, start: next }, signal);
+      rows.push(...page.rows);
+      next = page.next;
     } catch (error) {
       next = null;
       failed(error);
@@ -370,6 +374,7 @@ async function search() {
     if (signal.aborted) return;
     const before = children.count;
     children.count = rows.length + (next === null ? 0 : 1);
+    found.hidden = !rows.length;
     const shown = numberText(rows.length);
     state.textContent = rows.length
       ? `${next === null ? shown : `first ${shown}`} ${rows.length === 1 ? "leaf" : "leaves"}`
@@ -438,6 +443,7 @@ holder.addEventListener("focus", () => {
 holder.addEventListener("scroll", () => requestAnimationFrame(render));
 new ResizeObserver(render).observe(holder);
 copiers(picked, () => current?.row()?.path ?? "", code);
+copiers(found, () => "", () => api(`checkpoints/${checkpoint}/found/snippet`, asked()));
 
 addEventListener("pagehide", () => {
   try {

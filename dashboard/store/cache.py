@@ -24,12 +24,12 @@ import msgspec
 from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs.catalog import Summary
+from treeckpt._runs.reduced_timings import ReducedTimings
 from treeckpt._runs.run_end import RunEnd
 from treeckpt._runs.statistics_store import ChangeStore, StatisticsStore
 from treeckpt._runs.verification import VerificationStore, cache_directory
 
 from .outline_file import VERSION, encodable
-from .reduced_timings import ReducedTimings
 
 MAX_CACHE_NBYTES = 8 << 30
 """Bytes of the files of all indexes."""

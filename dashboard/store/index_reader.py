@@ -239,14 +239,14 @@ def is_large(entry: DirectoryEntry) -> bool:
     return entry.nbytes >= LARGE_INDEX_NBYTES
 
 
-def _read(run: str, name: str) -> Index:
+def _read(run: str, name: str, too_large: bytes) -> Index:
     if not run and (files := foreign_at(name)) is not None:
         from treeckpt._foreign.foreign_checkpoint import (  # not for the server's start
             ForeignCheckpoint,
             with_found_chunks,
         )
 
-        limit_resources(MEMORY, FOREIGN_SECONDS)
+        limit_resources(MEMORY, FOREIGN_SECONDS, too_large)
         send(JobProgress(0, phase="read"))
         return with_found_chunks(ForeignCheckpoint(files).index)
     folder = folder_at(run, name)
@@ -268,7 +268,9 @@ def main(arguments: Sequence[str]) -> None:
     too_large = line_of(Failed.of(_unreadable(name, f"one that takes more than {MEMORY >> 20} MiB of memory")))
     gc.disable()  # millions of objects are created, and none is garbage
     try:
-        write_outline(_read(run, name), Path(target), lambda done, total: send(JobProgress(done, total, "write")))
+        write_outline(
+            _read(run, name, too_large), Path(target), lambda done, total: send(JobProgress(done, total, "write"))
+        )
     except ModuleNotFoundError as error:  # pickles of torch hold some values that only torch has
         expected, found = f"the package {error.name}, which made it", "no such package in this environment"
         raise FormatError(name, expected=expected, found=found, hint="Install it") from error

@@ -36,6 +36,10 @@ MAX_ENDED = 256
 """Jobs that are remembered after their end."""
 PAUSE = 0.2
 """Seconds between two messages about the bytes that were read."""
+RESERVE = 64 << 20
+"""Bytes of its memory that a process leaves free, at most."""
+LOOK_SECONDS = 0.01
+"""Seconds of computing between two looks at the memory that a process has taken."""
 KILLED = (-9, 137, -24)
 """Exit codes of a process that was killed, by the system or at the end of its time."""
 PROGRAM = """
@@ -122,6 +126,9 @@ def run_main(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         send(Failed.of(error))
     except OSError as error:
         send(Failed(f"{error}"))
+    finally:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_PROF, 0)  # of `limit_resources`: its handler goes before the process does
     return 0
 
 
@@ -130,19 +137,34 @@ def folder_at(run: str, name: str) -> Store:
     return open_run(run).folder(name) if run else LocalStore(name)
 
 
-def limit_resources(memory: int, seconds: int) -> None:
-    """Limits the bytes that this process may take beyond what it holds, and its time of computing, where possible."""
+def limit_resources(memory: int, seconds: int, too_large: bytes) -> None:
+    """Limits the bytes that this process may take beyond what it holds, and its time of computing, where possible.
+
+    Near the end of its memory it prints `too_large` and ends: CPython may handle a MemoryError for ever where no memory
+    is left for the number of the instruction that raised it.
+    """
     try:
         import resource
     except ImportError:  # on Windows
         return
-    statm = Path("/proc/self/statm")
-    held = int(statm.read_text().split()[0]) * resource.getpagesize() if statm.exists() else 0
+    statm, page = Path("/proc/self/statm"), resource.getpagesize()
+    held = int(statm.read_text().split()[0]) * page if statm.exists() else 0
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = held + memory if hard == resource.RLIM_INFINITY else min(held + memory, hard)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    if not held:
+        return
+    opened = os.open(statm, os.O_RDONLY)
+
+    def look(*_: object) -> None:
+        if int(os.pread(opened, 64, 0).split()[0]) * page > most - min(memory // 4, RESERVE):
+            os.write(1, too_large)
+            os._exit(0)
+
+    signal.signal(signal.SIGPROF, look)
+    signal.setitimer(signal.ITIMER_PROF, LOOK_SECONDS, LOOK_SECONDS)
 
 
 # in the server --------------------------------------------------------------------------------------------------------

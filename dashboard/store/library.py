@@ -28,6 +28,7 @@ from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.catalog import CheckpointInfo, Status, with_named_step, with_verification
+from treeckpt._runs.reduced_timings import ReducedTimings, read_reduced
 from treeckpt._threads import call_in_thread
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
@@ -43,7 +44,6 @@ from .foreign_trees import (
     look_at_foreign,
 )
 from .index_reader import IndexReader, StillReading, is_large
-from .reduced_timings import ReducedTimings, read_reduced
 from .watch import FRESH_MULTIPLE, DirectoryState, RunWatcher
 
 S = TypeVar("S")
@@ -256,10 +256,19 @@ class Library:
             self._inside[run.id] = [known.get(one.id, one) for one in map(_run, sorted(inside))]
         runs = [one for run, _ in self._given for one in self._inside.get(run.id) or [run]]
         for run in runs:
-            if run.id not in self.watches:
-                inspect = partial(self.inspect_directory, run)
-                self.watches[run.id] = RunWatcher(run.store, inspect, clock=self._clock, on_scanned=self.cache.flush)
+            self.watch(run)
         self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
+        for kept in (self.watches, self._reduced, self._lists):
+            for run_id in kept.keys() - {run.id for run in runs}:
+                kept.pop(run_id, None)  # the run is gone; a request that goes on with it makes another for itself
+
+    def watch(self, run: Run) -> RunWatcher:
+        """Returns what keeps the list of a run up to date."""
+        if (found := self.watches.get(run.id)) is None:
+            inspect = partial(self.inspect_directory, run)
+            made = RunWatcher(run.store, inspect, clock=self._clock, on_scanned=self.cache.flush)
+            found = self.watches.setdefault(run.id, made)
+        return found
 
     def inspect_directory(self, run: Run, folder: Store) -> DirectoryState:
         """Returns what a directory is; a large index that was not read before is given to another process."""
@@ -296,11 +305,11 @@ class Library:
     def start_scans(self, runs: Sequence[Run]) -> None:
         """Scans all these runs at the same time, before a page asks for the checkpoints of one after the other."""
         for run in runs:
-            self.watches[run.id].start()
+            self.watch(run).start()
 
     def checkpoints(self, run: Run, *, wait: float = 0.0) -> Listed:
         """Returns the checkpoints of a run found so far with their ids, newest first; see `RunWatcher.progress`."""
-        watch = self.watches[run.id]
+        watch = self.watch(run)
         self._take_verifications()
         watch.refresh(wait=wait)
         # Their indexes may be read by now.
@@ -319,13 +328,13 @@ class Library:
             return
         self._verified = version
         for run in self.runs:
-            infos = [info for info in self.watches[run.id].infos if info.files == "complete"]
+            infos = [info for info in self.watch(run).infos if info.files == "complete"]
             changed = [
                 info.name
                 for info in infos
                 if with_verification(info, run.store.folder(info.name), verifications) != info
             ]
-            self.watches[run.id].inspect(changed)
+            self.watch(run).inspect(changed)
 
     def checkpoint(self, checkpoint_id: str) -> OpenCheckpoint:
         """Looks at the directory of a checkpoint.
@@ -344,7 +353,7 @@ class Library:
         if folder.modified_ns() is None:
             raise NotFound("This checkpoint is gone.")
         info = self._look(run, folder)
-        listed = next((one for one in self.watches[run.id].infos if one.name == info.name), info)
+        listed = next((one for one in self.watch(run).infos if one.name == info.name), info)
         if listed.save_id == info.save_id:  # its place among the others is known from the list only
             info = msgspec.structs.replace(info, sequence=listed.sequence, abandoned=listed.abandoned)
         return OpenCheckpoint(checkpoint_id, run, folder, info)

@@ -26,12 +26,13 @@ from treeckpt._inspect.timing_report import (
     lost_scale_ns,
     rank_groupings,
 )
+from treeckpt._runs.reduced_timings import reduce_timings
+from treeckpt._runs.save_trends import RECENT
 from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import CheckpointRow, checkpoint_row, next_start
 from ..store.library import Library, OpenCheckpoint
-from ..store.reduced_timings import reduce_timings
-from .diagnosis import RECENT, Blame, PartRow, RestRow, blame_of, critical_parts, diagnosis, repeated, saves_before
+from .diagnosis import Blame, PartRow, RestRow, blame_of, critical_parts, diagnosis, repeated, saves_before
 
 RANKS = 32
 """Ranks listed on one page."""

@@ -66,7 +66,7 @@ def get_trends(
     """The saves of a run between two steps, in columns, and the ranks that were slow again and again."""
     run = library.run(run_id)
     library.checkpoints(run, wait=1.0 if is_polled(request) else 0.0)
-    watch = library.watches[run.id]
+    watch = library.watch(run)
     check_version(request, f"{watch.version}.{'' if watch.progress.complete else watch.progress.seen}")
     return tables.page(run_id, start, low, high)
 

@@ -24,13 +24,13 @@ from treeckpt._core.text import json_number
 from treeckpt._inspect.profile import WAITING_PHASES, nearest_rank
 from treeckpt._inspect.timing_report import lost_scale_ns
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.reduced_timings import OTHER, ReducedTimings
+from treeckpt._runs.save_trends import HostRow, TimedSave, offenders, saves_in_order, timed_saves, trend_text
 from treeckpt.errors import TreeckptError, visible
 
-from ..pages.checkpoints import branch_numbers, next_start, saves_in_order, unix_time
+from ..pages.checkpoints import branch_numbers, next_start, unix_time
 from ..store.library import LastResult, Library, Listed, Run
-from ..store.reduced_timings import OTHER, ReducedTimings
 from ..store.watch import ScanProgress
-from .diagnosis import HostRow, TimedSave, offenders, trend_text
 
 BINS = 240
 """Bins of one view, at most."""
@@ -266,7 +266,7 @@ class TrendTables:
             page = _trends_page(trends, low, high)
             # of all saves, and of the last view
             trends.pages = {key: one for key, one in trends.pages.items() if key == ALL} | {(low, high): page}
-        watch = self._library.watches[page.run]
+        watch = self._library.watch(trends.run)
         last = next_start(start, len(page.ids))
         return msgspec.structs.replace(page, start=start, next=last, scan=watch.progress, version=watch.version)
 
@@ -302,11 +302,7 @@ def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:
 
 def _timed(rows: Sequence[TrendRow]) -> list[TimedSave]:
     """Returns the saves of the present branch that have timings."""
-    return [
-        TimedSave(row.id, row.info.step or 0, row.info.created_ns, row.info.nbytes, row.reduced)
-        for row in rows
-        if row.reduced is not None and not row.branch
-    ]
+    return timed_saves((row.id, row.info, row.reduced) for row in rows)
 
 
 def _hosts_of_last(library: Library, run: Run, rows: Sequence[TrendRow]) -> Sequence[Host]:

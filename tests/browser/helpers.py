@@ -1,4 +1,8 @@
-"""Assertions and parameters that several browser tests share."""
+"""Assertions, measurements and parameters that several browser tests share."""
+
+import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +16,25 @@ SCHEMES = ["light", pytest.param("dark", marks=pytest.mark.slow)]
 
 def expect_colours(page, selector, least):
     """Waits until a canvas shows so many different colours."""
-    assert until(lambda: _colours(page, selector) >= least), f"{_colours(page, selector)} on {selector}"
+    assert until(lambda: len(_colours(page, selector)) >= least), f"{len(_colours(page, selector))} on {selector}"
+
+
+def pixels_of(page, selector, name):
+    """Returns how many pixels of a canvas have, about, a colour that the style sheet names."""
+    script = """(name) => {
+        const probe = document.body.appendChild(document.createElement("i"));
+        probe.style.color = `var(${name})`;
+        const found = getComputedStyle(probe).color.match(/[0-9.]+/g).map(Number);
+        probe.remove();
+        return found;
+    }"""
+    wanted = page.evaluate(script, name)[:3]
+    near = lambda rgb: all(abs(int(part) - own) < 12 for part, own in zip(rgb.split(","), wanted, strict=True))  # noqa: E731
+    return sum(count for rgb, count in _colours(page, selector).items() if near(rgb))
 
 
 def _colours(page, selector):
+    """Returns the colours of a canvas, as "r,g,b", and how many opaque pixels have each."""
     return page.locator(selector).evaluate(
         """(canvas) => {
             // from a copy: Chromium warns of a canvas on the GPU that is read several times
@@ -23,11 +42,12 @@ def _colours(page, selector):
             const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
             copy.drawImage(canvas, 0, 0);
             const { data } = copy.getImageData(0, 0, width, height);
-            const seen = new Set();
+            const seen = {};
             for (let at = 0; at < data.length; at += 4) {
-                if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
+                const rgb = data.slice(at, at + 3).join();
+                if (data[at + 3] === 255) seen[rgb] = (seen[rgb] ?? 0) + 1;
             }
-            return seen.size;
+            return seen;
         }"""
     )
 
@@ -36,3 +56,43 @@ def expect_phone_width(page):
     """Nothing is wider than a phone, at the latest when the charts have followed a change of the window's width."""
     script = "document.documentElement.scrollWidth"
     assert until(lambda: page.evaluate(script) <= 390), f"{page.url} is {page.evaluate(script)} pixels wide"
+
+
+class OwnTime:
+    """Seconds since it was made that do not depend on what else the machine does.
+
+    The larger of two: the time of the processors that this process and its children took (the server runs in it, the
+    browser below it), and the time on the clock less the sum of what their threads waited for a processor. So on an
+    idle machine it is the time on the clock, with timers, requests and the disk; on a busy one, where several threads
+    wait at once, it is that of the processors.
+    """
+
+    def __init__(self):
+        self._began, self._threads = time.monotonic(), _threads()
+
+    def seconds(self):
+        ran, waited = 0, 0
+        for thread, (ran_ns, waited_ns) in _threads().items():
+            before = self._threads.get(thread, (0, 0))
+            ran, waited = ran + ran_ns - before[0], waited + waited_ns - before[1]
+        return max(ran / 1e9, time.monotonic() - self._began - waited / 1e9)
+
+
+def _threads():
+    """Returns how many nanoseconds each thread of this process and of its children ran, and waited for a processor."""
+    below = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue  # it has ended
+        below.setdefault(parent, []).append(int(stat.parent.name))
+    processes, found = [os.getpid()], {}
+    for process in processes:
+        processes += below.get(process, [])
+        for path in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            try:
+                found[path] = tuple(map(int, path.read_text().split()[:2]))
+            except OSError:
+                continue
+    return found

@@ -1,12 +1,13 @@
 """Runs compared by their metrics, and checkpoints by their steps, in a browser."""
 
 import re
-import time
 
 import pytest
 
-from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
+from tests.browser.helpers import SCHEMES, OwnTime, expect_colours, expect_phone_width, pixels_of
+from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import write_many
+from tests.helpers.samples import write_metrics
 
 expect = pytest.importorskip("playwright.sync_api").expect
 SECONDS = 5.0
@@ -32,17 +33,39 @@ def runs(watched, place):
 
 
 def test_which_of_six_runs_is_best_takes_one_click(runs):
-    began = time.monotonic()
+    clock = OwnTime()
     runs.get_by_role("link", name="The best is the lowest loss").click()
     row = runs.get_by_role("row").filter(has_text="best").filter(has_text="run-4")
     expect(row).to_contain_text("0.6250 at 800")
-    assert time.monotonic() - began < SECONDS
+    assert clock.seconds() < SECONDS
     expect(runs.get_by_role("row").nth(1)).to_contain_text("run-4")
     expect(runs).to_have_url(re.compile(r"best=loss%3Amin.*sort=best%3Aloss"))
     expect(runs.get_by_role("columnheader", name="lowest loss")).to_have_attribute("aria-sort", "ascending")
     runs.get_by_role("link", name="accuracy").first.click()
     expect(runs.get_by_role("row").nth(1)).to_contain_text("run-4")
     expect(runs).to_have_url(re.compile(r"sort=-last%3Aaccuracy"))
+
+
+def test_runs_with_the_same_values_are_both_seen_in_an_overlay(watched, serve, tmp_path):
+    falling = {step: {"loss": 5.0 - step} for step in range(1, 5)}
+    made = [write_metrics(tmp_path / name, falling) for name in ("first", "same")]
+    loss = {1: 4.0, 2: 2.0, 3: 1.0, 4: 0.5, 5: 3.0}
+    made.append(write_rolled_back(tmp_path / "other", range(1, 5), 2, [5], loss.__getitem__))
+    page = watched(serve(*made, cache=tmp_path / "cache"))
+    expect(page.get_by_text("Still loading")).to_have_count(0)
+    for name in ("first", "same", "other"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("button", name="Compare ticked").click()
+    legend = page.locator("#overlay-legend li")
+    expect(legend).to_have_text(["first", "same", "other", "abandoned branches"])
+    expect(page.locator("#overlay-about")).to_contain_text("first, same: lines that lie on each other, in turns.")
+    chart = "#overlay .chart canvas >> nth=0"
+    expect_colours(page, chart, 3)
+    first, same, other = (pixels_of(page, chart, f"--c{n}") for n in range(3))
+    assert 0.5 < first / same < 2 and min(first, same) > other / 4, "each has its share of the line, not the last all"
+    signs = [pixels_of(page, f"#overlay-legend canvas >> nth={n}", f"--c{n}") for n in range(3)]
+    assert signs[0] < signs[2] > signs[1] and min(signs) > 0, "the legend has the dashes"
+    assert pixels_of(page, "#overlay-legend canvas >> nth=3", "--dim") > 0
 
 
 def test_ticked_runs_are_laid_over_each_other_by_step_and_by_time(runs, accessible):

@@ -153,6 +153,16 @@ def test_names_of_any_length_and_script_stay_in_their_cards(watched, odd_address
     accessible(page, "the last of them")
 
 
+def test_a_name_that_its_cell_cuts_is_read_in_full_by_pointing_at_it(watched, serve, tmp_path):
+    name = "validation/" + "m" * 60
+    page = watched(serve(write_metrics(tmp_path / "run", {step: {"loss": 1 / step, name: 1.0} for step in (1, 2)})))
+    short, long = (page.locator("thead th", has_text=text) for text in ("loss", "validation"))
+    short.hover()
+    long.hover()
+    expect(long).to_have_attribute("title", name)
+    assert short.get_attribute("title") is None
+
+
 def test_sixty_checkpoints_fit_three_thousand_pixels_of_a_phone(watched, odd_address):
     page = watched(odd_address)
     page.set_viewport_size({"width": 390, "height": 844})

@@ -1,6 +1,8 @@
-"""What people ask of their runs is answered from the home page by at most three clicks, in seconds, and right.
+"""What people ask of their runs is answered from the home page by at most three clicks, in five seconds, and right.
 
-Each answer is compared with what the runs were written with. `-s` prints the clicks and seconds of each.
+Each answer is compared with what the runs were written with. `-s` prints the clicks and seconds of each, from the
+opening of the home page until the test has seen the answer. They are those of the clock on an idle machine, and those
+of the processors on a busy one (`OwnTime`), which therefore fails none.
 """
 
 import re
@@ -10,17 +12,21 @@ from statistics import median
 import numpy as np
 import pytest
 
+import treeckpt as tc
+from tests.browser.helpers import OwnTime
 from tests.dashboard.helpers import under_way
 from tests.helpers.dozen_runs import NAN_INDEX, NAN_LEAF, NAN_STEP, SLOW_SINCE, STEPS, write_dozen
+from tests.helpers.killed_saves import leave_killed
 from tests.helpers.large import write_many
-from tests.helpers.samples import gpt_state
+from tests.helpers.samples import gpt_state, write_metrics
 from treeckpt._cli.main import main
 from treeckpt._core.columns import bytes_column
 from treeckpt._core.text import bytes_text
 
 expect = pytest.importorskip("playwright.sync_api").expect
 CLICKS, SECONDS = 3, 5.0
-"""The most clicks of an answer, and the most seconds of the median one."""
+"""The most clicks and seconds of an answer."""
+HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 SAVES = 30
 """Checkpoints of the run that grows, one a minute."""
 
@@ -68,10 +74,15 @@ class Person:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The dozen by name, a run that grows, and a save that was killed; one run was verified by the command."""
+    """The dozen by name, runs that grow, are late or failed, a killed save; one run was verified by the command."""
     folder = tmp_path_factory.mktemp("questions")
     runs = write_dozen(folder)
     runs["growing"] = write_many(folder / "growing", SAVES, start_ns=time.time_ns() - SAVES * 60 * 10**9)
+    runs["late"] = write_many(folder / "late", 6, start_ns=time.time_ns() - 26 * 60 * 10**9)
+    runs["failing"] = write_metrics(folder / "failing", {1: {}})
+    leave_killed(runs["failing"])
+    with pytest.raises(tc.TreeError), tc.Manager(runs["failing"], background=False) as manager:
+        manager.save("tuned", {HOSTILE: object()})
     under_way(runs["killed"] / "step_00000300", [(500, "write")], world=1, now=time.time_ns() - 10**12)
     main(["verify", str(runs["damaged"])])
     return runs
@@ -90,19 +101,18 @@ def answered():
     print("\nclicks  seconds")
     for name, (clicks, seconds) in answered.items():
         print(f"{clicks:6}  {seconds:7.2f}  {name.removeprefix('test_').replace('_', ' ')}")
-    middle = median(seconds for _, seconds in answered.values())
-    print(f"median  {middle:7.2f}")
-    assert middle <= SECONDS
+    print(f"median  {median(seconds for _, seconds in answered.values()):7.2f}")
 
 
 @pytest.fixture
 def person(watched, home, answered, request):
     """A person on the home page, whose answer takes as long as the test."""
-    page = watched(home, permissions=["clipboard-read", "clipboard-write"])
-    person, began = Person(page), time.monotonic()
+    clock = OwnTime()
+    person = Person(watched(home, permissions=["clipboard-read", "clipboard-write"]))
     yield person
-    answered[request.node.name] = person.clicks, time.monotonic() - began
+    answered[request.node.name] = person.clicks, seconds = person.clicks, clock.seconds()
     assert 0 < person.clicks <= CLICKS
+    assert seconds <= SECONDS
 
 
 @pytest.mark.parametrize(
@@ -277,6 +287,41 @@ def test_code_that_loads_what_a_rank_had_runs(person):
     code = person.copied(person.row("rank 3").get_by_role("button", name="Copy the code"))
     tree = executed(code)["tree"]
     np.testing.assert_array_equal(tree["model"]["wte.weight"], gpt_state(seed=200)["model"]["wte.weight"][500:])
+
+
+def test_code_that_loads_a_block_of_a_model_runs(person):
+    person.click(person.row("mesh").get_by_role("link", name="200"))
+    person.type(person.page.get_by_label("Search paths"), "model layers.2.")
+    code = person.copied(person.page.get_by_role("button", name="Copy load snippet of all that is found"))
+    model = {name: array for name, array in executed(code)["tree"]["model"].items() if array is not ...}
+    expected = {n: array for n, array in gpt_state(seed=200)["model"].items() if n.startswith("layers.2.")}
+    assert model.keys() == expected.keys() != set()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(model[name], array)
+
+
+def test_what_failed_in_the_last_week(person):
+    person.click("link", "failing", exact=True)
+    rows = person.page.get_by_role("region", name="Failed and killed saves, last week").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    person.see("TreeError", "<img src=x onerror=alert(1)>\\u202e", at=rows.nth(0))
+    person.see("The save was killed after 5 s", at=rows.nth(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("healthy", r"Finished at .* UTC, after the save of step 60\."),
+        ("growing", r"Alive: a save is in progress, usually every 60 s\."),
+        ("late", r"Late by \d+ min \d+ s: the last save of step 600 was begun at .* UTC, usually every 60 s"),
+    ],
+)
+def test_whether_a_run_is_finished_alive_or_late(person, runs, name, state):
+    if name == "growing":
+        under_way(runs[name] / "step_00003100", [(750, "write")], world=1)
+    person.click("link", name, exact=True)
+    said = person.page.get_by_role("region", name="Resume from").get_by_role("status")
+    expect(said).to_have_text(re.compile(rf"^{state}"))
 
 
 def executed(code):

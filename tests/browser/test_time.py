@@ -7,6 +7,7 @@ import pytest
 
 import treeckpt as tc
 from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
+from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
 from treeckpt._core.format.timings import BLOCKING, Host, Span, Timings, encode_timings, timings_name
@@ -288,14 +289,9 @@ def test_a_report_opens_from_a_file_and_its_tree_is_searched(chromium, run, tmp_
 
 
 def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_number(watched, serve, tmp_path):
-    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
-        for step in range(2, 12, 2):
-            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
-    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
-        manager.restore(step=6)
-        for step in range(7, 12, 2):
-            manager.save(step, {"x": step}, metrics={"loss": float("nan") if step == 11 else 1 / step})
-    page = watched(serve(tmp_path / "run"))
+    loss = {step: 1 / step for step in range(2, 11)} | {11: float("nan")}
+    run = write_rolled_back(tmp_path / "run", range(2, 12, 2), 6, range(7, 12, 2), loss.__getitem__)
+    page = watched(serve(run))
     page.get_by_role("link", name="Trends over steps").click()
     expect(page.get_by_text("2 of them on abandoned branches")).to_be_visible()
     expect(page.locator("#phases-legend")).to_contain_text("publish")  # the script has drawn, and listens

@@ -518,7 +518,9 @@ def test_a_run_that_is_not_there_is_a_usage_error(cli, arguments):
     ("arguments", "text"),
     [
         (["ls", "--keep", "last:3"], "--keep goes with --usage"),
+        (["ls", "--days", "3"], "--days goes with --failures"),
         (["ls", "--usage", "--metric", "loss"], "not allowed with"),
+        (["ls", "--failures", "--usage"], "not allowed with"),
         (["show", "--names", "dp"], "--names goes with --mesh"),
         (["show", "--place", "*: Shard(0)"], "--place goes with --mesh"),
         (["show", "--stats", "--mesh", "2"], "not allowed with"),

@@ -17,7 +17,7 @@ from tests.helpers.world import Switch, assert_holds
 from treeckpt._core.format.files import parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._runs.failures import DIRECTORY
-from treeckpt._runs.leftovers import clean_checkpoint
+from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]

@@ -1,5 +1,6 @@
 """Checkpoints that earlier versions of the format left behind are read as they were meant."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,19 +8,24 @@ import pytest
 
 import treeckpt as tc
 from tests.golden.content import BUCKETS, IDS, WORLD, arrays, blob_tree, end_to_end, slots, table_tree, values
+from tests.golden.write import KEEP
 from tests.helpers.strategies import same
 from tests.helpers.world import errors_of, on_ranks, shards_of
 from treeckpt._core.format import index as index_module
 from treeckpt._core.format.index import VERSION, decode_index, encode_index, rebuild
+from treeckpt._core.format.lineage import Lineage
 from treeckpt._core.format.records import AliasRecord, PerRankValues, ValueRecord
 from treeckpt._core.format.shard_header import decode_header, header_nbytes
 from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._runs.discovery import scan
+from treeckpt.policy import parse_keep
 
 GOLDEN = Path(__file__).parent
 FIRST = GOLDEN / "version_1"
 RANGES = GOLDEN / "version_1_ranges"
 TABLES = GOLDEN / "version_1_tables"
 BLOBS = GOLDEN / "version_1_blobs"
+RUN = GOLDEN / "version_1_run"
 
 
 def test_every_version_of_the_format_has_a_golden_checkpoint():
@@ -177,3 +183,25 @@ def test_the_golden_checkpoint_is_not_written_anew():
 
     with pytest.raises(tc.CheckpointExists):
         main()
+
+
+def test_the_golden_run_says_what_was_saved_after_what_and_under_which_policies(tmp_path):
+    lineages = {}
+    for path in sorted(RUN.glob("*/index.json")):
+        index = decode_index(path.read_bytes())
+        lineages[path.parent.name] = (index.save_id, index.lineage)
+        assert encode_index(index) == path.read_bytes()
+    (first, _), (middle, _), *_ = lineages.values()
+    assert [lineage for _, lineage in lineages.values()] == [
+        Lineage(10, keep=KEEP),
+        Lineage(21, follows=first, abandoned=((20, 20),), keep=KEEP),
+        Lineage(20, follows=first, keep=KEEP),
+        Lineage(22, follows=middle, abandoned=((20, 20),), name="tuned", keep=KEEP),
+    ]
+    run = shutil.copytree(RUN, tmp_path / "run")
+    assert [(info.name, info.abandoned) for info in scan(run)] == [
+        ("tuned", False), ("step_00000015", False), ("step_00000010", False), ("step_00000020", True),
+    ]  # fmt: skip
+    with tc.Manager(run, keep=parse_keep(KEEP), background=False) as manager:
+        assert manager.latest() == "tuned" and manager.best("loss") == 15
+        assert manager.restore() == {"step": 16}

@@ -14,6 +14,7 @@ import treeckpt as tc
 from tests.golden.content import RANGES, WORLD, blob_tree, ranges_tree, table_tree, tree
 from treeckpt._core.format import index
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt.policy import parse_keep
 
 TREES: dict[str, tuple[Callable[[int], Any], int]] = {
     "version_1": (tree, WORLD),
@@ -22,6 +23,9 @@ TREES: dict[str, tuple[Callable[[int], Any], int]] = {
     "version_1_ranges": (ranges_tree, len(RANGES) - 1),
 }
 """What each was made of, and by how many ranks."""
+RUN = "version_1_run"
+"""A run that was restored from its first step after it had saved the second one."""
+KEEP = "last:2 every:10 best:loss:min:1"
 
 
 def main() -> None:
@@ -31,6 +35,9 @@ def main() -> None:
         CheckpointExists: all of them are.
     """
     place = Path(__file__).parent
+    if not (place / RUN).exists():
+        _write_run(place / RUN)
+        return
     missing = [name for name in TREES if not (place / name / "index.json").exists()]
     for name in missing or TREES:
         make, world = TREES[name]
@@ -46,6 +53,16 @@ def _write(path: Path, make: Callable[[int], Any], world: int) -> None:
         ]
         for job in jobs:
             job.result()
+
+
+def _write_run(run: Path) -> None:
+    with tc.Manager(run, keep=parse_keep(KEEP), background=False) as manager:
+        for step in (10, 20):
+            manager.save(step, {"step": step}, metrics={"loss": 1 / step})
+    with tc.Manager(run, keep=parse_keep(KEEP), background=False) as manager:
+        manager.restore(step=10)
+        manager.save(15, {"step": 15}, metrics={"loss": 0.01})
+        manager.save("tuned", {"step": 16})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,24 @@ def _train(run: Path, *, nan: bool = False) -> Path:
                 tree[group][name][NAN_INDEX] = np.nan  # type: ignore[index]
                 loss = float("nan")
             manager.save(step, tree, metrics={"loss": loss, "accuracy": 1 - 1 / step})
+    return run
+
+
+def write_rolled_back(
+    run: Path,
+    steps: Iterable[int],
+    back_to: int,
+    then: Iterable[int],
+    loss: Callable[[int], float] = lambda step: 1 / step,
+) -> Path:
+    """A run that was restored from one of its steps after it had saved later ones, and went on from there."""
+    with tc.Manager(run, keep=None, background=False) as manager:
+        for step in steps:
+            manager.save(step, {"x": step}, metrics={"loss": loss(step)})
+    with tc.Manager(run, keep=None, background=False) as manager:
+        manager.restore(step=back_to)
+        for step in then:
+            manager.save(step, {"x": step}, metrics={"loss": loss(step)})
     return run
 
 

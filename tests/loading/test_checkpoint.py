@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.placed_reader import PlacedReader
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage import checkpoint
@@ -121,26 +122,13 @@ def test_the_command_show_decodes_the_index_once(
     assert len(decoded) == 1
 
 
-class Reader:
-    """Input of which each rank has its own place."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def test_a_manager_restores_registered_state_from_one_decoded_index(tmp_path: Path, decoded: list[str]) -> None:
     """The model, what is registered, the optimizer's fresh state and the reader's place come from one index."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    reader = Reader()
+    reader = PlacedReader()
     reader.at = 7
     manager = tc.Manager(tmp_path)
     manager.register("optimizer", optimizer)
@@ -148,7 +136,7 @@ def test_a_manager_restores_registered_state_from_one_decoded_index(tmp_path: Pa
     manager.register_io_state("reader", reader)
     manager.save(1, {"model": model.state_dict()})
     manager.wait()
-    fresh_model, held, place = torch.nn.Linear(4, 4), Holder(0), Reader()
+    fresh_model, held, place = torch.nn.Linear(4, 4), Holder(0), PlacedReader()
     fresh = torch.optim.AdamW(fresh_model.parameters())
     manager = tc.Manager(tmp_path)
     manager.register("optimizer", fresh)
@@ -172,10 +160,10 @@ def training_setup() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
 
 def test_training_restore_decodes_the_index_once(tmp_path: Path, decoded: list[str]) -> None:
     model, optimizer, scheduler = training_setup()
-    reader = Reader()
+    reader = PlacedReader()
     reader.at = 3
     tc.save(tmp_path / "c", tc.training.state(model, optimizer, scheduler=scheduler, loader=reader, extra={"n": 1}))
-    store, place = CountingStore(tmp_path / "c"), Reader()
+    store, place = CountingStore(tmp_path / "c"), PlacedReader()
     fresh_model, fresh, fresh_scheduler = training_setup()
     decoded.clear()
     report = tc.training.restore(store, fresh_model, fresh, scheduler=fresh_scheduler, loader=place)

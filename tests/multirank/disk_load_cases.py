@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 import treeckpt as tc
 import treeckpt.convert
 import treeckpt.dcp
+from tests.helpers.placed_reader import PlacedReader
 from tests.helpers.two_disks import LOCAL, host_of
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import prepared_name
@@ -316,7 +317,7 @@ def rows_of_a_table_come_from_both_disks(here: Rank) -> None:
 @case("loads")
 def what_is_registered_is_restored_from_both_disks(here: Rank) -> None:
     run, weights = here.directory / LOCAL / "registered", torch.randn(40, 30, generator=seeded())
-    reader = Reader(here.rank)
+    reader = PlacedReader(here.rank)
     with tc.Manager(run, background=True) as manager:
         manager.register("table", {"weights": weights.clone()})
         manager.register_io_state("reader", reader)
@@ -324,26 +325,13 @@ def what_is_registered_is_restored_from_both_disks(here: Rank) -> None:
         manager.wait()
     dist.barrier()
     with tc.Manager(run, background=False) as manager:
-        target, other = {"weights": torch.zeros(40, 30)}, Reader(-1)
+        target, other = {"weights": torch.zeros(40, 30)}, PlacedReader(-1)
         manager.register("table", target)
         manager.register_io_state("reader", other)
         _check(here, manager.restore())
         assert torch.equal(target["weights"], weights) and other.at == here.rank
         with pytest.raises(tc.TreeckptError, match=r"host host[01], with ranks .*once=True"):
             manager.restore(read=tc.ReadOptions(once=False))
-
-
-class Reader:
-    """A reader of input whose state is a number."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 @case("loads")

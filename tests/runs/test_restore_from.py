@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.placed_reader import PlacedReader
 from tests.helpers.recis_files import RecisTable, note_latest, table_of, write_recis
 from tests.helpers.world import errors_of, on_ranks
 
@@ -143,17 +144,7 @@ def test_calls_that_mean_nothing_are_refused(runs: Path) -> None:
 
 
 def test_readers_stay_where_they_are(runs: Path) -> None:
-    class Reader:
-        def __init__(self) -> None:
-            self.at = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
-    first, second = Reader(), Reader()
+    first, second = PlacedReader(), PlacedReader()
     first.at = 5
     with tc.Manager(runs / "c", background=False) as manager:
         manager.register_io_state("rows", first)

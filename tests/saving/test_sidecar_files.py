@@ -216,6 +216,6 @@ def test_a_list_names_a_lost_or_cut_file_of_a_checkpoint_whose_tree_is_whole(
     stored(run / "step_00000002", "vocab.txt").write_bytes(b"con")
     assert main(["ls", str(run)]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "step_00000001: 1 of 2 sidecar files are not as saved: file." in text and "config.json is missing" in text
+    assert "step_00000001: 1 of 2 sidecar files is not as saved: file." in text and "config.json is missing" in text
     assert "vocab.txt has 3 bytes instead of 7" in text and "step_00000003:" not in text
     assert tc.Manager(run).latest() == 3 and np.array_equal(tc.load(run / "step_00000001")["w"], TREE["w"])

@@ -10,22 +10,10 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.placed_reader import PlacedReader
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt import training
 from treeckpt._io.comm.comm import thread_comms
-
-
-class Reader:
-    """A loader's position."""
-
-    def __init__(self, position: int = -1) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.position = state["position"]
 
 
 def net() -> torch.nn.Module:
@@ -99,7 +87,7 @@ def test_the_generators_are_refused_where_one_says_so(tmp_path: Path, policy: An
 
 
 PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "loader": (Reader, {"loader": Reader()}),
+    "loader": (PlacedReader, {"loader": PlacedReader(-1)}),
     "extra": (lambda rank: {"own": tc.PerRank({"n": rank})}, {}),
     "extra given": (lambda rank: {"own": tc.PerRank({"n": rank})}, {"extra": {"own": tc.PerRank({"n": -1})}}),
 }
@@ -117,41 +105,41 @@ def test_what_else_is_each_ranks_own_is_refused_with_the_call_to_write(tmp_path:
     assert "alone" not in text
     _, report = restored(tmp_path / "c", 1, 2, rng=False, per_rank={part: "take"}, **given)
     assert report.world_changed == (f"{part}: of rank 1 of 4",)
-    assert (given["loader"].position if part == "loader" else report.extra["own"].value["n"]) == 1
+    assert (given["loader"].at if part == "loader" else report.extra["own"].value["n"]) == 1
 
 
 def test_a_merge_of_loaders_stands_in_the_report(tmp_path: Path) -> None:
-    save(tmp_path / "c", 4, loader=Reader)
-    loader = Reader()
+    save(tmp_path / "c", 4, loader=PlacedReader)
+    loader = PlacedReader(-1)
     merge = {"loader": lambda states, rank, world: states[rank + world]}
     _, report = restored(tmp_path / "c", 1, 2, rng=False, loader=loader, per_rank=merge)
-    assert loader.position == 3 and report.world_changed == ("loader: merged of 4 ranks",)
+    assert loader.at == 3 and report.world_changed == ("loader: merged of 4 ranks",)
 
 
 def test_a_merge_that_raises_is_named_with_its_part_and_its_error_is_the_cause(tmp_path: Path) -> None:
-    save(tmp_path / "c", 4, loader=Reader)
-    loader = Reader()
+    save(tmp_path / "c", 4, loader=PlacedReader)
+    loader = PlacedReader(-1)
     merge = {"loader": lambda states, rank, world: states[0]["taken"]}
     with pytest.raises(tc.MismatchError, match=r"^loader: .*rank 1 of 2 .*per_rank.*KeyError: 'taken'") as caught:
         restored(tmp_path / "c", 1, 2, rng=False, loader=loader, per_rank=merge)
-    assert isinstance(caught.value.__cause__, KeyError) and loader.position == -1
+    assert isinstance(caught.value.__cause__, KeyError) and loader.at == -1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistyped_part_is_refused_with_the_one_that_was_meant(tmp_path: Path, ranks: int) -> None:
-    save(tmp_path / "c", 2, loader=Reader)
+    save(tmp_path / "c", 2, loader=PlacedReader)
     with pytest.raises(tc.MismatchError, match=r"per_rank.*'loder'.*near to it.*loader") as caught:
-        restored(tmp_path / "c", 0, ranks, loader=Reader(), per_rank={"loder": "take", "rng": "take"})
+        restored(tmp_path / "c", 0, ranks, loader=PlacedReader(-1), per_rank={"loder": "take", "rng": "take"})
     assert "rng, loader, buffers, extra" in str(caught.value)
 
 
 def test_only_a_process_that_a_launcher_started_is_told_of_being_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "c", 1, loader=Reader)
+    save(tmp_path / "c", 1, loader=PlacedReader)
     for call in (
         lambda **options: tc.load(tmp_path / "c", **options),
-        lambda **options: training.restore(tmp_path / "c", net(), loader=Reader(), **options),
+        lambda **options: training.restore(tmp_path / "c", net(), loader=PlacedReader(-1), **options),
     ):
         with pytest.raises(tc.MismatchError) as caught:
             call(comm=thread_comms(2)[1])

@@ -32,8 +32,9 @@ from .._runs.active_saves import under_way_text
 from .._runs.catalog import STATUS_TEXTS, CheckpointInfo, Status, id_of, sum_nbytes, with_verification
 from .._runs.discovery import is_checkpoint, scan
 from .._runs.failures import SHOWN_DAYS
-from .._runs.leftovers import clean_checkpoint
 from .._runs.progress_bar import counting_bar
+from .._runs.reduced_timings import ReducedTimingsCache
+from .._runs.removal import clean_checkpoint
 from .._runs.repair_advice import repair_advice
 from .._runs.run import RunDirectory, loadable_text
 from .._runs.run_metrics import (
@@ -53,6 +54,7 @@ from ..errors import CheckpointError, CheckpointNotFound, TreeckptError, visible
 from ..policy import All, Best, EveryPeriod, EverySteps, Last, Policy, Steps, parse_best
 from .command import SHOWN_NAMES, Commands, no_such_run, progress_of, usage_error
 from .failures import show_failures
+from .trends import show_trends
 from .usage import policies_from, show_usage
 
 METRICS = 4
@@ -107,20 +109,27 @@ def add_ls(commands: Commands) -> None:
         metavar="POLICIES",
         help="with --usage: try these policies too, as 'last:3 every:1000 best:loss:min:2'",
     )
-    ls.add_argument(
+    of_runs.add_argument(
         "--failures",
         action="store_true",
         help="list the saves that failed or were killed, also those whose files are gone, with their errors",
     )
     ls.add_argument(
-        "--days", type=_days, default=SHOWN_DAYS, metavar="N", help="with --failures: of the last N days (%(default)g)"
+        "--days", type=_days, metavar="N", help=f"with --failures: of the last N days (default: {SHOWN_DAYS:g})"
+    )
+    of_runs.add_argument(
+        "--trends",
+        action="store_true",
+        help="say since which step and time saves take longer or less, by how much, in which phase, on which ranks",
     )
 
 
 def _ls(options: argparse.Namespace) -> int:
     if options.keep and not options.usage:
         return usage_error("--keep goes with --usage")
-    if options.metric or options.usage or options.failures:
+    if options.days is not None and not options.failures:
+        return usage_error("--days goes with --failures")
+    if options.metric or options.usage or options.failures or options.trends:
         return _ls_runs(options)
     listed: list[CheckpointInfo] = []
     infos_of: dict[str, list[CheckpointInfo]] = {}
@@ -188,23 +197,26 @@ class RunRow(msgspec.Struct, frozen=True):
 
 
 def _ls_runs(options: argparse.Namespace) -> int:
-    """Lists runs by their metrics, the bytes that they take or the saves that failed; of a directory of runs all."""
+    """Lists runs by their metrics, their bytes, the saves that failed or their trends; of a directory of runs all."""
     known, runs = VerificationStore(cache_directory()), dict[str, list[CheckpointInfo]]()
+    timings = ReducedTimingsCache() if options.trends else None
     for run in options.runs:
         with counting_bar(f"reading {run}", shown=progress_of(options)) as count:
-            infos = discovery.scan(run, on_read=count)
+            infos = discovery.scan(run, cache=timings, on_read=count)
             if not infos and (problem := no_such_run(run)):
                 return usage_error(problem)
             if options.failures and len(infos) == 1 and is_checkpoint(run):
                 return usage_error(f"{run} is one checkpoint: failed saves are kept in a run, the directory above it")
             below = _runs_below(run, infos)
-            found = {path: discovery.scan(path, on_read=count) for path in below} if below else {run: infos}
+            found = {path: discovery.scan(path, cache=timings, on_read=count) for path in below} or {run: infos}
         for path, listed in found.items():
             runs[path] = [with_verification(info, open_store(info.path), known) for info in listed]
     if options.usage:
         show_usage(runs, options.keep, as_json=options.json)
     elif options.failures:
-        show_failures(runs, options.days, as_json=options.json)
+        show_failures(runs, SHOWN_DAYS if options.days is None else options.days, as_json=options.json)
+    elif timings is not None:
+        show_trends(runs, timings, as_json=options.json)
     else:
         _show_metrics(runs, options.metric, as_json=options.json)
     return 0

@@ -197,10 +197,21 @@ def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.
     if by == "rank":
         group = rank
     else:
-        group = _file_numbers(index, rank, np.concatenate([decode_runs(part.start) for part in parts]))
+        group = _file_numbers(index, rank, _starts(parts))
     keys, where = np.unique(group * len(index.leaves) + leaf, return_inverse=True)
     groups, leaves = np.divmod(keys, len(index.leaves))
     return _group_names(index, by), groups, leaves, np.bincount(where, nbytes).astype(np.int64)
+
+
+def _starts(parts: Sequence[LeafChunks]) -> np.ndarray:
+    """Returns where these chunks start in the streams of their ranks; most leaves differ in the first start only."""
+    known: dict[tuple[int, ...], np.ndarray] = {}
+    runs = [run for part in parts for run in part.start]
+    for run in runs:
+        if run[1:] not in known:
+            known[run[1:]] = decode_runs(((0, *run[1:]),))
+    after = [known[run[1:]] for run in runs]
+    return np.repeat([run[0] for run in runs], list(map(len, after))) + np.concatenate(after)
 
 
 def _group_names(index: Index, by: TreemapKey) -> list[str]:

@@ -507,9 +507,8 @@ def _read_info(
             raise
         except TreeckptError as error:
             nbytes = sum(files[file].nbytes for file in files if parse_shard_name(file) is not None)
-            # other hints say what else to do, as of an index of a newer version, which a repair must not replace
-            damaged = "verify --repair" in error.hint
-            if damaged:
+            # not of an index of a newer version, which a repair must not replace: its hint says what else to do
+            if damaged := isinstance(error, CorruptError) and error.repairable:
                 error = TreeckptError(error.path, expected=error.expected, found=error.found)
             return CheckpointInfo(
                 name,
@@ -568,7 +567,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
     mark = files.get(ended_name(summary.save_id)) if durations is not None else None
-    problem = _problem("shards", summary.sizes_here(files), files)
+    problem = _problem("shard", summary.sizes_here(files), files)
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
@@ -583,7 +582,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
-        error=problem or _problem("sidecar files", summary.sidecars, files),
+        error=problem or _problem("sidecar file", summary.sidecars, files),
         fault=_fault((*summary.sizes_here(files), *summary.sidecars), files),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
@@ -623,7 +622,8 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str |
         return None
     name, size = bad[0]
     now = f"has {files[name].nbytes} bytes instead of {size}" if name in files else "is missing"
-    return f"{len(bad)} of {len(sizes)} {what} are not as saved: {name} {now}"
+    are = "is" if len(bad) == 1 else "are"
+    return f"{len(bad)} of {count_text(len(sizes), what)} {are} not as saved: {name} {now}"
 
 
 def _fault(sizes: Sequence[tuple[str, int]], files: Files) -> FilesFault:

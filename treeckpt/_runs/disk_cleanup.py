@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,12 @@ def _disk_digest(run: RunDirectory) -> bytes:
     return xxhash.xxh3_128_digest(repr(found).encode())
 
 
-def _disk_marks(run: RunDirectory) -> frozenset[int]:
-    """Returns digests that two ranks on one disk have in common while others write there, and ranks on two have not."""
+def _disk_marks(run: RunDirectory, names: Mapping[Path, Iterable[str]]) -> frozenset[int]:
+    """Returns digests that two ranks on one disk have in common while others write there, and ranks on two have not.
+
+    Args:
+        names: of the files of each step.
+    """
     path, this = run.store.traits.local_path, this_process()
     assert path is not None, "a run elsewhere is on one disk"
     found: list[object] = []
@@ -146,8 +150,8 @@ def _disk_marks(run: RunDirectory) -> frozenset[int]:
         place = path.stat()
         if this.boot:  # the processes of one kernel number their disks alike
             found.append((this.host, this.boot, place.st_dev, place.st_ino))
-    for step in _step_paths(run):
-        shards = sorted(filter(parse_shard_name, run.store.folder(step.name).sizes()))
+    for step, files in names.items():
+        shards = sorted(filter(parse_shard_name, files))
         for name in (INDEX_NAME, *shards[:_SHARDS]):
             with contextlib.suppress(OSError):  # it is not there, or is being deleted
                 file = (step / name).stat()
@@ -168,18 +172,19 @@ def _one_of_each_disk(views: Mapping[int, RunView]) -> dict[int, RunView]:
 
 
 def _view(run: RunDirectory) -> RunView:
-    marks = _disk_marks(run)
     infos, uncommitted = seen_here(run), dict[str, list[int]]()
     committed = {(info.name, info.save_id) for info in infos if info.files in ("complete", "damaged")}
     # an index that cannot be read may be that of any save, and one that was taken away may be put back
     illegible = {info.name for info in infos if info.files in ("damaged", "unread") and info.save_id is None}
-    for path in _step_paths(run):
-        names = run.store.folder(path.name).sizes()
-        deleted = {kind.save_id for kind in map(parse_file_name, names) if kind and kind.kind == "deleted"}
-        for save_id, rank, *_ in filter(None, map(parse_shard_name, names)):
+    # after the indexes: a save that has ended in between is committed
+    names = {path: run.store.folder(path.name).sizes() for path in _step_paths(run)}
+    for path, files in names.items():
+        deleted = {kind.save_id for kind in map(parse_file_name, files) if kind and kind.kind == "deleted"}
+        for save_id, rank, *_ in filter(None, map(parse_shard_name, files)):
             if (path.name, save_id) not in committed and path.name not in illegible and save_id not in deleted:
                 uncommitted.setdefault(f"{path.name}/{save_id}", []).append(rank)
-    return RunView(this_process().host, infos, {key: tuple(ranks) for key, ranks in uncommitted.items()}, marks)
+    ranks = {key: tuple(ranks) for key, ranks in uncommitted.items()}
+    return RunView(this_process().host, infos, ranks, _disk_marks(run, names))
 
 
 def look_at_disks(comm: Comm, run: RunDirectory, call: str) -> RunDisks | None:

@@ -1,4 +1,4 @@
-"""Deletes one checkpoint, as a clean-up, `Manager.delete` and `treeckpt.delete` do.
+"""Deletes one checkpoint, as a clean-up, `Manager.delete` and `treeckpt.delete` do, or what dead saves left in one.
 
 It takes these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the index still names that
 save, and no process reads or writes there, it is taken away and the directory synced: from now on it is no checkpoint;
@@ -14,13 +14,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from .._core.format.files import PIN_NAME, deleted_name
 from .._core.format.index import INDEX_NAME
-from .._inspect.deletion import JoinedRun, Removal, RetainedDirectory, StepDirectory, plan_deletion
+from .._inspect.deletion import (
+    CleanReport,
+    JoinedRun,
+    Removal,
+    RetainedDirectory,
+    StepDirectory,
+    foreign_files,
+    plan_deletion,
+)
 from .._io.os_errors import write_errors_wrapped
 from .._io.public_calls import takes_no_save
 from .._io.storage.checkpoint import LruStatCache, StatCache
@@ -34,6 +43,7 @@ from .._io.storage.deletions import (
     hold_lock,
     index_of_save,
     index_state,
+    plan_removal,
     remove_leftovers,
     take_index,
 )
@@ -259,6 +269,32 @@ def delete(path: str | os.PathLike[str] | Store, *, force: bool = False, grace: 
     failures = FailureHistory(run) if id_of(info) is not None and (run := _run_of(folder)) is not None else None
     remover = CheckpointRemover(clock, LruStatCache(0), failures)
     remover.delete(open_store(path), remover.plan(info, folder, grace, force=force), grace)
+
+
+def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> CleanReport:
+    """Removes what dead saves left in a checkpoint's directory; the checkpoint itself is kept.
+
+    Args:
+        grace, dry_run: same as for `RunDirectory.clean`.
+    """
+    folder = open_store(path)
+    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
+    foreign = {folder.name: others} if others else {}
+    report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
+    planned = plan_removal(folder, time.time_ns(), grace)
+    if planned is None:
+        return report
+    if isinstance(planned, RetainedDirectory):
+        return msgspec.structs.replace(report, left=(planned,))
+    if not dry_run:
+        try:
+            why = remove_leftovers(folder, planned)
+        except (OSError, TreeckptError) as error:
+            failed = RetainedDirectory(planned.name, f"{type(error).__name__}: {error}")
+            return msgspec.structs.replace(report, failed=(failed,))
+        if why:
+            return msgspec.structs.replace(report, left=(RetainedDirectory(planned.name, why),))
+    return msgspec.structs.replace(report, removed=(planned,))
 
 
 def _run_of(folder: Store) -> RunStore | None:

@@ -182,10 +182,10 @@ class _RankSide:
         with contextlib.suppress(Exception):  # it is committed: the rest may fail without harm
             if self._replaced:
                 remove_replaced(store, self._replaced)
-            self.clear()
+        self.clear()
 
     def clear(self) -> None:
-        """Removes what earlier saves have left on the disk, once this one is committed."""
+        """Removes what earlier saves have left on the disk, once this one is committed; what fails is left."""
         store = self.agreed.store
         with contextlib.suppress(Exception):  # the rest may fail without harm
             names = store.sizes().keys() - {self.record.name}

@@ -114,3 +114,15 @@ def test_statistics_hold_for_the_files_that_were_read_only(client, run):
     shard = next((run / "step_00000001").glob("shard-*"))
     os.utime(shard)
     assert client.get(f"/api/v1{at}/contents").json()["summary"] is None
+
+
+def test_the_rms_is_explained_where_it_is_named(client):
+    at = addresses(client)[1]
+    client.get(f"{at}/verify", params={"action": "start"})
+    assert until(lambda: client.get(f"/api/v1{at}/contents").json()["rows"])
+    named, explained = "RMS ", "RMS is the root of the mean square"
+    pages = [client.get(f"{at}/contents", params={"q": word}).text for word in ("layers.3", "loss_scale")]
+    assert [(named in page.replace(explained, ""), explained in page) for page in pages] == [
+        (True, True),
+        (False, False),
+    ]

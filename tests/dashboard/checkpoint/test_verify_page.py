@@ -300,3 +300,10 @@ def test_all_damage_is_paged_and_marked_wherever_its_leaves_are_shown(many_shard
     assert main(["verify", str(path)]) == 1 and capsys.readouterr().out.count("checksum") == 110
     assert main(["verify", str(tmp_path / "run")]) == 1
     assert f"; and 110 more, which treeckpt verify {path} prints" in capsys.readouterr().out
+
+
+def test_without_an_index_the_page_does_not_say_that_it_is_published(tmp_path):
+    write_checkpoint(tmp_path / "run" / "step_00000007", step=7, publish=False)
+    client = client_of(tmp_path / "run", tmp_path / "cache")
+    text = client.get(f"/checkpoints/{the_checkpoint(client)['id']}/verify").text
+    assert "The index is published" not in text and "There is no index that its bytes could be compared with" in text

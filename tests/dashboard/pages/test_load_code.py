@@ -6,6 +6,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.layout_cases import on_ranks
+from treeckpt_dashboard.checkpoint import tree as page_of_tree
 
 WORLD = 3
 HOSTILE = "a/b*'\n\u202e[0]"
@@ -73,6 +74,18 @@ def test_a_folded_block_is_loaded_alone(run):
     loaded = {name: array for name, array in tree["model"].items() if array is not ...}
     assert loaded.keys() == {"layers.2.w", "layers.2.bias"} and (loaded["layers.2.bias"] == 24).all()
     run("snippet", node=node, start=0, stop=5000, status=404)
+
+
+def test_what_a_search_finds_is_loaded_alone(run, monkeypatch):
+    tree = run("found/snippet", q="model layers.2.")["tree"]
+    loaded = {name: array for name, array in tree["model"].items() if array is not ...}
+    assert loaded.keys() == {"layers.2.w", "layers.2.bias"} and (loaded["layers.2.w"] == 21).all()
+    assert tree[3] == [..., (..., ...)]
+    named = run("found/snippet", q=HOSTILE[2:5], dtype="int32", larger=9)["tree"]
+    assert named[HOSTILE].shape == (6, 4), "whatever the name of the leaf"
+    run("found/snippet", q="nothing", status=404)
+    monkeypatch.setattr(page_of_tree, "MAX_NAMED_LEAVES", 3)
+    run("found/snippet", q="model", status=404)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))

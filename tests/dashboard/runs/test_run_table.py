@@ -67,7 +67,7 @@ def test_each_run_has_the_last_and_the_best_value_of_the_present_branch_with_the
     }  # fmt: skip
     assert all(row["best"] is None for row in rows(page, 1).values()), "no direction is guessed"
     best = next(run["id"] for run in page["runs"] if run["name"] == "tuned")
-    assert page["columns"][0]["best_run"] == best and page["known"] == ["acc", "loss"]
+    assert page["columns"][0]["best_runs"] == [best] and page["known"] == ["acc", "loss"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_overlay_has_a_line_for_each_branch_of_each_run_and_a_table_of_the_s
         (1, "nan", 1.0, False), (1, "tuned", 2.5, False), (2, "nan", "NaN", False), (2, "tuned", 0.5, True),
         (4, "tuned", 0.75, False),
     ]  # fmt: skip
-    assert (page["unknown"], page["columns"][0]["best_run"]) == (1, ids["tuned"])
+    assert (page["unknown"], page["columns"][0]["best_runs"]) == (1, [ids["tuned"]])
     text = client.get("/overlay", params=query).text
     assert "1 run of this link is not here" in text and "abandoned branch" in text
     assert client.get("/api/v1/overlay/table.csv", params=query).text.count("\n") == 6
@@ -196,3 +196,12 @@ def test_what_is_missing_or_no_number_is_last_in_both_orders():
     values = [2.0, None, math.nan, 1.0, math.inf]
     assert in_value_order(values) == [3, 0, 4, 1, 2] and in_value_order(values, largest_first=True) == [4, 0, 3, 1, 2]
     assert in_value_order(["b", None, "a"]) == [2, 0, 1] and json_number(math.inf) == "Infinity"
+
+
+def test_of_equal_best_values_each_is_marked(serve, tmp_path):
+    lowest = {"a": 1.0, "b": 0.5, "c": 0.5}
+    runs = [write_metrics(tmp_path / name, {1: {"loss": low}}) for name, low in lowest.items()]
+    client = serve(*runs)
+    page = asked(client, metric=["loss"], best="loss:min")
+    assert page["columns"][0]["best_runs"] == [run["id"] for run in page["runs"] if run["name"] in "bc"]
+    assert client.get("/", params={"metric": "loss", "best": "loss:min"}).text.count('<span class="best">best') == 2

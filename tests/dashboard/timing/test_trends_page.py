@@ -3,6 +3,7 @@
 import pytest
 
 import treeckpt as tc
+from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import spans_of_ranks, write_timed
 from tests.helpers.samples import START_NS, write_run
 from treeckpt._core.format.timings import Span
@@ -148,14 +149,7 @@ def test_a_save_after_a_change_is_told_beside_those_since_then_and_those_before(
 
 
 def test_the_saves_of_abandoned_branches_are_apart(serve, tmp_path):
-    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
-        for step in range(2, 22, 2):
-            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
-    with tc.Manager(tmp_path / "run", keep=None, background=False) as manager:
-        manager.restore(step=10)
-        for step in range(11, 22, 2):
-            manager.save(step, {"x": step}, metrics={"loss": 1 / step})
-    client = serve(tmp_path / "run")
+    client = serve(write_rolled_back(tmp_path / "run", range(2, 22, 2), 10, range(11, 22, 2)))
     [run] = client.get("/api/v1/runs").json()["runs"]
     page = client.get(f"/api/v1/runs/{run['id']}/trends").json()
     assert page["step"] == [*range(2, 22, 2), *range(11, 22, 2)] and page["present"] == page["timed"] == 11

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from tests.dashboard.helpers import usage_when_made
 from tests.helpers.background import until
-from tests.helpers.dozen_runs import write_dozen
+from tests.helpers.dozen_runs import SLOW_SINCE, write_dozen
 from treeckpt._cli.main import main
 from treeckpt_dashboard.web.app import create_app
 
@@ -137,3 +137,23 @@ def test_what_a_clean_up_frees_is_told_alike(asked, printed, name):
     rows = usage_when_made(client, keep="last:2")["runs"]
     row = next(row for row in rows if row["name"] == name)
     assert row["plan"]["freed"] == sum(one["nbytes"] for one in said["removed"])
+
+
+def without_ids(hosts):
+    """The stragglers by host, without the ids of their last saves, which the command calls by name."""
+    return [host | {"ranks": [rank | {"id": None} for rank in host["ranks"]]} for host in hosts]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trends_are_told_alike(asked, printed, name):
+    runs, client = asked
+    place = f"runs/{of_run(client, name)['run']['id']}/trends"
+    [said], text = printed("ls", runs[name], "--trends"), printed("ls", runs[name], "--trends", text=True)
+    answer = client.get(f"/api/v1/{place}").json()
+    assert (said["text"], said["saves"]) == (answer["text"], answer["timed"])
+    assert without_ids(said["hosts"]) == without_ids(answer["hosts"])
+    assert (answer["text"] or "to compare them") in text
+    if answer["text"]:
+        assert answer["text"] in " ".join(html.unescape(client.get(f"/{place}").text).split())
+    if name in ("slow_rank", "slow_disk"):
+        assert answer["text"].startswith(f"Since step {SLOW_SINCE} (2025-06-15 15:47:40 UTC) saves take 275 ms")

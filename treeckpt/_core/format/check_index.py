@@ -138,6 +138,7 @@ def check_against_files(index: Index, sizes: dict[str, int], name: str) -> None:
             expected=f"shards that hold {listed.total} chunks, as the index says",
             found=f"{nbytes} bytes in all files",
             hint="The index is not that of these shards; try treeckpt verify --repair",
+            repairable=True,
         )
 
 

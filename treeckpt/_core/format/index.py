@@ -93,7 +93,8 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
     """
     if len(data) > MAX_INDEX:
         raise FormatError(name, expected=f"at most {MAX_INDEX} bytes", found=f"{len(data)}")
-    check_seal(data, name, hint="The file was changed after it was written; try treeckpt verify --repair")
+    hint = "The file was changed after it was written; try treeckpt verify --repair"
+    check_seal(data, name, hint=hint, repairable=True)
     try:
         document = _DOCUMENT.decode(data)
     except RecursionError as error:

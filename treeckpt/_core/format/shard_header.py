@@ -16,6 +16,7 @@ import binascii
 import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -439,18 +440,22 @@ def sealed(document: bytes) -> bytes:
     return document[:start] + digest + document[start + 16 :]
 
 
-def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE) -> None:
+def check_seal(
+    document: bytes | bytearray | memoryview, name: str, *, hint: str = _RESTORE, repairable: bool = False
+) -> None:
     """Refuses a document whose seal is not its checksum.
+
+    Args:
+        hint, repairable: of the error.
 
     Raises:
         CorruptError: naming the file.
     """
+    error = partial(CorruptError, name, hint=hint, repairable=repairable)
     data = memoryview(document)
     start = bytes(data[:SEAL_WITHIN]).find(_SEAL) + len(_SEAL)
     if start < len(_SEAL):
-        raise CorruptError(
-            name, expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}", hint=hint
-        )
+        raise error(expected="a sealed document", found=f"no seal in bytes 0:{min(SEAL_WITHIN, len(data))}")
     stored = bytes(data[start : start + 16])
     state = xxhash.xxh3_64()
     for part in (data[:start], _ZEROS, data[start + 16 :]):
@@ -458,7 +463,7 @@ def check_seal(document: bytes | bytearray | memoryview, name: str, *, hint: str
     actual = f"{state.intdigest():016x}".encode()
     if stored != actual:
         expected, found = (visible(seal.decode("ascii", "backslashreplace")) for seal in (stored, actual))
-        raise CorruptError(name, expected=f"seal {expected}", found=f"{found} for bytes 0:{len(data)}", hint=hint)
+        raise error(expected=f"seal {expected}", found=f"{found} for bytes 0:{len(data)}")
 
 
 def check_no_zeros(part: bytes | bytearray, at: int, name: str) -> None:

@@ -13,7 +13,7 @@ from treeckpt._core.format.timings import Host, Span, Timings
 from treeckpt._core.sharding.int_runs import encode_runs
 from treeckpt._inspect.timing_report import TimingReport
 from treeckpt._runs import catalog
-from treeckpt_dashboard.store.reduced_timings import MAX_LINES, MAX_PHASES, MAX_SLOW, MAX_TEXT, OTHER, reduce_timings
+from treeckpt._runs.reduced_timings import MAX_LINES, MAX_PHASES, MAX_SLOW, MAX_TEXT, OTHER, reduce_timings
 
 SAVE_ID = "00000000000000aa"
 

@@ -1,27 +1,30 @@
 """The timings of one save, reduced to what trends over many saves need.
 
-The scan that lists a checkpoint reads its timings for the duration of the save. The dashboard reduces them in the same
-pass, and its cache keeps the result, so that the file is read once. It takes about a kilobyte, whatever the number of
-spans.
+The scan that lists a checkpoint reads its timings for the duration of the save. Whoever wants them reduced does so in
+the same pass, by a cache that keeps the result, so that the file is read once. It takes about a kilobyte, whatever the
+number of spans.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from treeckpt._core.format.timings import Host
-from treeckpt._core.sharding.int_runs import decode_runs
-from treeckpt._inspect.profile import RankTime
-from treeckpt._inspect.timing_report import CriticalSegment, Straggler, TimingReport
-from treeckpt._io.storage.store import Store
-from treeckpt._runs import catalog
-from treeckpt.errors import CorruptError, visible
+from .._core.format.timings import Host, timings_name
+from .._core.sharding.int_runs import decode_runs
+from .._inspect.profile import RankTime
+from .._inspect.timing_report import CriticalSegment, Straggler, TimingReport
+from .._io.storage.open import open_store
+from .._io.storage.store import DirectoryEntry, Store
+from ..errors import CorruptError, visible
+from . import catalog
 
+T = TypeVar("T")
 MAX_PHASES = 16
 """Phases that are kept of a save, those with the longest times; the others are added up under OTHER."""
 OTHER = "other phases"
@@ -103,6 +106,26 @@ def read_reduced(folder: Store, name: str) -> ReducedTimings:
         return reduce_timings(TimingReport(timings))
     except (ArithmeticError, LookupError) as error:
         raise CorruptError(visible(f"{folder.place}/{name}"), expected="spans of a save", found=f"{error}") from error
+
+
+class ReducedTimingsCache:
+    """The cache of a scan of one run or several that keeps nothing but the reduced timings of the saves."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ReducedTimings] = {}
+
+    def get_or_read(self, key: tuple[str, str], entry: DirectoryEntry, read: Callable[[], T]) -> T:
+        """Calls `read`, or of timings reads and reduces them."""
+        if key[1] != "took":
+            return read()
+        folder, _, name = key[0].rpartition("/")
+        timings: Any = read_reduced(open_store(folder), name)
+        self._found[key[0]] = timings
+        return timings
+
+    def of(self, info: catalog.CheckpointInfo) -> ReducedTimings | None:
+        """Returns the timings of a checkpoint that was listed; None if it has none that can be read."""
+        return self._found.get(f"{info.path}/{timings_name(info.save_id)}") if info.save_id else None
 
 
 def reduce_timings(study: TimingReport) -> ReducedTimings:
