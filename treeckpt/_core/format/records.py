@@ -464,7 +464,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
                 shard_name(home.save_id if home else own, rank, self.world, there),
                 rank,
                 *row,
-                home.directory if home else "",
+                directory=home.directory if home else "",
             )
             for (home, there), (rank, *row) in zip(places, zip(*columns, strict=True), strict=True)
         )
