@@ -120,7 +120,7 @@ def save(
             `treeckpt.comm` returns, or (rank, size, store); mpi4py's communicator; "alone" saves in this process alone.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
-            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
+            of 64 MiB each, 256 MiB in all; rank 0's, read there. `read_file` reads one, others open `path/config.json`.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
             are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
@@ -133,8 +133,9 @@ def save(
 
     Raises:
         TreeError, LayoutError: what cannot be stored, a file that cannot be read, pieces that are no whole array.
-        CheckpointExists, MismatchError: there is one, and `overwrite` is not given; ranks contradict each other.
-        RankError, StoreError: ranks failed or fell silent, raised on every rank; a store cannot be reached, or refuses.
+        CheckpointExists: there is one, and `overwrite` is not given; or a file of others has a name of `files`.
+        MismatchError, RankError: ranks contradict each other, failed or fell silent; raised on every rank.
+        StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(
         step=None if step is None else check_step(step),

@@ -14,7 +14,7 @@ import numpy as np
 
 import treeckpt as tc
 from treeckpt._cli.main import main as command
-from treeckpt._core.format.files import is_step_name, parse_file_name, step_name, step_of
+from treeckpt._core.format.files import checksum, is_step_name, parse_file_name, step_name, step_of
 from treeckpt._io.storage.checkpoint import read_index
 from treeckpt._io.storage.open import open_run
 from treeckpt._runs.run import RunDirectory
@@ -142,21 +142,25 @@ def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[
         if not is_step_name(name):
             continue
         step, path = step_of(name), f"{run}/{name}"
-        save_id = None
+        save_id, copies = None, dict[str, str]()
         state: dict[str, Any] = {"save_id": None, "seed": None, "error": None, "problems": [], "others": []}
         try:
-            save_id = state["save_id"] = tc.inspect(path).save_id
+            index = tc.inspect(path)
+            save_id = state["save_id"] = index.save_id
+            copies = {one.name: one.xxh3 for one in index.sidecars}
             if whole:
                 state["seed"] = seed_in(tc.load(path))
             if verified:
                 state["problems"] = [str(problem) for problem in tc.verify(path).problems]
         except tc.TreeckptError as error:
             state["error"] = f"{type(error).__name__}: {error}"
-        names = store.folder(name).entries()
+        folder = store.folder(name)
+        names = folder.entries()
         kinds = [(file, parse_file_name(file)) for file in names]
         state["others"] = [
             file
             for file, kind in kinds
+            if not (file in copies and checksum(folder.read(file, limit=1000)) == copies[file])
             if kind is None or save_id is None or kind.save_id not in (None, save_id) or kind.kind not in _STAYING
         ]
         state["files"] = len(names)

@@ -59,6 +59,8 @@ class FileInfo(msgspec.Struct, frozen=True):
     alive: bool | None = None
     """For a progress record, a lease, a lock or a temporary file: whether its process may still be running, None where
     that is not known. For timings: False where they record a failure of the save."""
+    copy: bool = False
+    """Whether it is a copy of a sidecar file there under its plain name, and is deleted with that."""
 
 
 class NeededFiles(msgspec.Struct, frozen=True):
@@ -132,8 +134,8 @@ class Removal(msgspec.Struct, frozen=True):
     reason: str
     files: tuple[str, ...]
     """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
-    files has ended comes behind these, see `proof_order`. Those that other checkpoints share are among them, and stay
-    until these have gone."""
+    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Those that other
+    checkpoints share are among them, and stay until these have gone."""
     nbytes: int
     """Bytes of the files that go."""
     save_id: str | None = None
@@ -244,7 +246,9 @@ def plan_cleanup(
         f"{unmeasured_text(metric, infos)}: all are kept until one has" for metric in unmeasured(infos, policies)
     )
     foreign = {
-        state.folder.name: names for state in seen if (names := foreign_files(file.name for file in state.folder.files))
+        state.folder.name: names
+        for state in seen
+        if (names := foreign_files(file.name for file in state.folder.files if not file.copy))
     }
     return CleanReport(
         run,
@@ -451,7 +455,7 @@ class _DirectoryState:
         if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
             return RetainedDirectory(name, "no index: its repair was cut short; repair it again")
         # an empty directory may be that of a save that has just begun
-        rest = len(self.folder.files) - len(stale)
+        rest = sum(not file.copy for file in self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
         if stale:
             ended = self.deleted or {owned.kind for _, owned in self.ours} & _LOCKS

@@ -47,6 +47,7 @@ from .._io.storage.deletions import (
     index_state,
     plan_removal,
     remove_leftovers,
+    restore_plain_names,
     spared,
     take_index,
 )
@@ -54,6 +55,7 @@ from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run, open_store
+from .._io.storage.plain_names import copies_of
 from .._io.storage.shared_files import Sharing, needed_files
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
@@ -296,9 +298,13 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         grace, dry_run: same as for `RunDirectory.clean`.
     """
     folder = open_store(path)
-    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
+    entries = folder.entries()
+    copies = copies_of(folder, entries)
+    others = foreign_files(name for name, entry in entries.items() if entry.regular and name not in copies)
     foreign = {folder.name: others} if others else {}
     report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
+    if not dry_run:
+        restore_plain_names(folder, entries)
     planned = plan_removal(folder, time.time_ns(), grace)
     if planned is None:
         return report

@@ -41,6 +41,7 @@ from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
+from .._io.storage.plain_names import free_names, give_plain_names, take_plain_names
 from ..errors import CheckpointError, CheckpointExists, RankError
 from .agree import AgreedSave
 from .committed_files import check_files_exist, remove_files, remove_replaced
@@ -160,6 +161,7 @@ class _RankSide:
             )
         self._replaced = look.clear(names)
         check_files_exist(store, index, store.sizes(), info.rank)
+        free_names(store, store.entries(), order.sidecars)
         for name, data in order.sidecars.items():
             store.publish(stored_name(info.save_id, name), data, replace=True)
         store.publish(timings_name(info.save_id), order.timings, replace=True)
@@ -167,8 +169,10 @@ class _RankSide:
 
     def _publish(self) -> None:
         store, info = self.agreed.store, self.agreed.info
+        take_plain_names(store, store.sizes(), info.save_id)
         store.rename(prepared_name(info.save_id), INDEX_NAME, replace=info.options.overwrite)
         store.sync()
+        give_plain_names(store, info.save_id)
         with contextlib.suppress(Exception):  # it is committed: the rest may fail without harm
             if self._replaced:
                 remove_replaced(store, self._replaced)

@@ -31,14 +31,16 @@ import msgspec
 
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import stored_name
+from .._core.format.index import INDEX_NAME
 from .._io.comm.collective import raise_faults, silent_faults, to_fault
 from .._io.comm.comm import Comm
 from .._io.os_errors import wrap_write_error
 from .._io.public_calls import gc_paused
+from .._io.storage.plain_names import free_names
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import ThreadPool
-from ..errors import RankError
+from ..errors import CheckpointExists, RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
 from .committed_files import PUBLISHED_HINT, UNANSWERED_HINT, remove_files
@@ -157,13 +159,23 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
     if not agreed.files or report.fault is not None:
         return report
 
-    def write(name: str) -> None:  # under a name that no other save uses
-        agreed.store.publish(stored_name(agreed.info.save_id, name), agreed.files[name], replace=True)
+    store, files = agreed.store, agreed.files
+
+    def write(name: str) -> None:
+        stored = stored_name(agreed.info.save_id, name)  # which no other save uses
+        store.publish(stored, files[name], replace=True)
+        if name in free:
+            with contextlib.suppress(CheckpointExists):  # that of another save at this moment: see `give_plain_names`
+                store.publish_copy(name, files[name], of=stored)
 
     try:
-        nbytes = sum(map(len, agreed.files.values()))
+        entries = store.entries()
+        free = free_names(store, entries, files)
+        if INDEX_NAME in entries:  # the copies come after the index that replaces this one
+            free.clear()
+        nbytes = sum(map(len, files.values()))
         with agreed.recorder.span("write files", nbytes), ThreadPool(SIDECAR_WRITERS, "treeckpt-files") as pool:
-            list(pool.map(write, agreed.files))
+            list(pool.map(write, files))
     except Exception as failed:
         writer.error = wrap_write_error(failed, agreed.store.url)
         return msgspec.structs.replace(report, fault=to_fault(writer.error, agreed.info.rank))

@@ -40,6 +40,7 @@ from .._io.storage.deletions import (
     unlocked_sizes,
 )
 from .._io.storage.kept_files import ProgressRecorder
+from .._io.storage.plain_names import give_plain_names, take_plain_names
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
@@ -329,6 +330,8 @@ class InlineWriter:
         """Why the look at the path forbids the save."""
         self._record, self._has_begun = record, record is not None
         self._index: Index | None = None
+        self._replaces = False
+        """Whether there was a checkpoint, or files of other saves, when the index was about to be published."""
         """What of the index is known before all ranks have written, kept by `write` on rank 0."""
         self._begun: Future[None] | None = None
         """The call of `_begin`, where that waits for an object store."""
@@ -468,12 +471,16 @@ class InlineWriter:
             # it is committed: the rest may fail without harm
             if self._timings_over is None:
                 self._write_timings(reports, again=True)
+            if info.content is not None and info.content.sidecars and self._replaces:
+                give_plain_names(store, info.save_id)
             if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
             if index is not None and index.references is not None:
                 return CommitResult((), True, references=index.references, index=checksum(data))
             return CommitResult((), True)
+        if self._replaces and not in_place:
+            give_plain_names(store)
         self._wait_timings()
         with contextlib.suppress(Exception):  # the error that is being reported matters more
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
@@ -481,6 +488,10 @@ class InlineWriter:
         return CommitResult(tuple(faults), in_place)
 
     def _check_files(self, index: Index, sizes: dict[str, int] | None) -> None:
+        """Checks what is there before the index is published, and deletes the copies of sidecar files of other saves.
+
+        Nobody makes the copies again meanwhile: locks of those that have not seen this save's record have ended.
+        """
         sizes = unlocked_sizes(self._store) if sizes is None else sizes
         try:
             check_files_exist(self._store, index, sizes, self._info.rank)
@@ -489,6 +500,8 @@ class InlineWriter:
             missing = any(file.rank and file.name not in sizes for file in index.own_files)
             self._is_apart = missing and self._others is None and self._store.traits.local_path is not None
             raise
+        self._replaces = INDEX_NAME in sizes
+        self._replaces |= take_plain_names(self._store, sizes, self._info.save_id)
 
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
