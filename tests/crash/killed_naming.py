@@ -14,7 +14,7 @@ import treeckpt as tc
 from tests.crash.effects import killed_at
 from treeckpt._core.format.files import parse_file_name, parse_stored_name
 from treeckpt._core.format.index import INDEX_NAME
-from treeckpt._runs.leftovers import clean_checkpoint
+from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 

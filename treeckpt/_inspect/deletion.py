@@ -134,8 +134,8 @@ class Removal(msgspec.Struct, frozen=True):
     reason: str
     files: tuple[str, ...]
     """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
-    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Those that other
-    checkpoints share are among them, and stay until these have gone."""
+    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Files that
+    other checkpoints share are among them, and stay until these have gone."""
     nbytes: int
     """Bytes of the files that go."""
     save_id: str | None = None
