@@ -47,7 +47,7 @@ class TreeckptMixin(_Base):
         if keep and self.args.metric_for_best_model and self.args.eval_strategy != "no":
             best = tc.policy.Best(BEST, mode="max" if self.args.greater_is_better else "min")
             keep = tc.policy.Total(max(keep, 2), including=best)
-        return tc.Manager(run, keep=keep)
+        return tc.Manager(run, name="checkpoint-{step}", keep=keep)
 
     def train(
         self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
