@@ -101,16 +101,16 @@ def test_a_run_resumes_from_a_path_in_another_directory(job: Any, tmp_path: Path
     whole = _train(job, tmp_path / "whole")
     resumed = _train(job, tmp_path / "other", resume=tmp_path / "whole" / "run" / "checkpoint-5")
     assert _is_continued(resumed, whole, 5)
-    assert sorted(path.name for path in (tmp_path / "other" / "run").iterdir()) == ["checkpoint-10"]
+    assert not (tmp_path / "other" / "run" / "checkpoint-5").exists()
 
 
 def test_a_damaged_step_is_passed_over(job: Any, tmp_path: Path) -> None:
-    whole = _train(job, tmp_path)
+    whole = _train(job, tmp_path, steps=10)
     [shard] = (tmp_path / "run" / "checkpoint-10").glob("shard-*")
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 5))
     with pytest.raises(tc.CorruptError, match="checkpoint-10"):
-        _train(job, tmp_path, resume=str(shard.parent))
-    assert _is_continued(_train(job, tmp_path, resume=True), whole, 5)
+        _train(job, tmp_path, steps=10, resume=str(shard.parent))
+    assert _is_continued(_train(job, tmp_path, steps=10, resume=True), whole, 5)
 
 
 def test_a_checkpoint_of_the_trainer_itself_is_loaded_as_the_trainer_does(job: Any, tmp_path: Path) -> None:
@@ -172,3 +172,56 @@ def test_adapters_are_saved_without_their_base_and_resume_bit_for_bit(job: Any, 
     loaded.load_adapter(step / "other", "other")
     weights = resumed.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+
+
+class Launch(NamedTuple):
+    """How a job runs."""
+
+    ranks: int
+    resumed: int
+    """The number of ranks that resume."""
+    options: tuple[str, ...] = ()
+
+
+LAUNCHES = (
+    Launch(1, 1),
+    Launch(2, 2),
+    Launch(2, 2, ("--fsdp",)),
+    Launch(2, 1, ("--fsdp",)),
+    Launch(2, 2, ("--lora",)),
+    Launch(2, 2, ("--fsdp", "--lora")),
+)
+
+
+def _launch(directory: Path, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "tests.integrations.trainer_job", str(directory), str(STEPS), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda one: "-".join((f"{one.ranks}to{one.resumed}", *one.options)))
+def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: Launch) -> None:
+    whole = _launch(tmp_path / "whole", launch.ranks, *launch.options)
+    assert whole.returncode == 0, whole.stdout
+    killed = _launch(tmp_path / "killed", launch.ranks, *launch.options, "--kill-in", "10")
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    assert tc.exists(tmp_path / "killed" / "run" / "checkpoint-5") and not tc.exists(
+        tmp_path / "killed" / "run" / "checkpoint-10"
+    )
+    resumed = _launch(
+        tmp_path / "killed", launch.resumed, *launch.options, "--batch", str(2 * launch.ranks // launch.resumed)
+    )
+    assert resumed.returncode == 0, resumed.stdout
+    for rank in range(launch.resumed):
+        one, other = (torch.load(tmp_path / run / f"outcome-{rank}.pt") for run in ("whole", "killed"))
+        losses = [loss for loss in one["losses"] if loss[0] >= 5]
+        assert [step for step, _ in other["losses"]] == [step for step, _ in losses]
+        if launch.ranks == launch.resumed:
+            assert other["losses"] == losses and other["log"][:-1] == one["log"][:-1]
+            assert all(torch.equal(other["weights"][name], tensor) for name, tensor in one["weights"].items())
