@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 from transformers.utils import is_peft_available
@@ -57,8 +57,9 @@ def logged_metrics(state: Any) -> dict[str, float]:
 
 def config_files(trainer: Any) -> dict[str, bytes]:
     """Returns the files that the Trainer writes beside weights, by name; none where it does not write."""
+    names = trainer.model.state_dict() if is_peft(trainer.model) else ()  # for PEFT there must be some weights
     with tempfile.TemporaryDirectory() as made:
-        trainer._save(made, state_dict={})
+        trainer._save(made, state_dict={name: torch.zeros(1) for name in names})
         files = [path for path in Path(made).iterdir() if path.is_file() and path.suffix != ".safetensors"]
         return {path.name: path.read_bytes() for path in files}
 
@@ -117,7 +118,7 @@ class HubWeights:
                 self._write(folder, Path(made, "files"))
                 for path in Path(made, "files").iterdir():
                     if not (folder / path.name).exists():
-                        os.replace(path, folder / path.name)
+                        path.replace(folder / path.name)
         except tc.CheckpointNotFound:
             _log.info("%s was deleted before its weights for from_pretrained were made", folder)
         except Exception:
