@@ -28,6 +28,8 @@ import treeckpt as tc
 from ._hub_names import hub_rules
 
 _log = logging.getLogger("treeckpt")
+WORK = "weights-"
+"""The first letters of a directory in which they are made."""
 
 
 def is_peft(model: Any) -> bool:
@@ -112,7 +114,7 @@ class HubWeights:
         try:
             if isinstance(saved, tc.Pending):
                 saved.result()
-            with self._manager.reading(step), tempfile.TemporaryDirectory(prefix="hub-", dir=folder) as made:
+            with self._manager.reading(step), tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as made:
                 self._folders.add(folder)
                 self._write(folder, Path(made, "files"))
                 for path in Path(made, "files").iterdir():
@@ -142,8 +144,7 @@ def _rules_of(model: Any) -> tuple[tc.rules.Rule, ...]:
 
 
 def _made_in(folder: Path) -> list[Path]:
-    """Returns what was made in a step's directory."""
-    there = folder.iterdir() if folder.is_dir() else ()
-    return [
-        one for one in there if one.is_dir() or (one.suffix == ".safetensors" and not one.name.startswith("shard-"))
-    ]
+    """Returns what was made in a step's directory: weights, and directories of adapters or of work that was killed."""
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    directories = [one for one in there if (one / "adapter_config.json").exists() or one.name.startswith(WORK)]
+    return directories + [one for one in there if one.suffix == ".safetensors" and not one.name.startswith("shard-")]
