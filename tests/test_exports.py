@@ -58,6 +58,8 @@ NAMES = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "delete",
+    "exists",
     "inspect",
     "load",
     "load_abstract",
@@ -117,7 +119,7 @@ PUBLIC_MODULES = {
         "TreeckptError",
     ],
     "integrations.transformers": ["hub_rules", "module_rules"],
-    "policy": ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"],
+    "policy": ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "Total", "kept"],
     "reports": ["Leftover", "LoadReport", "SaveReport", "VerifyReport"],
     "rules": [
         "Carried",

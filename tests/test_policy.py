@@ -16,6 +16,8 @@ from treeckpt.policy import (
     Last,
     StepInfo,
     Steps,
+    Total,
+    best_among,
     best_of,
     check_policies,
     keep_text,
@@ -37,13 +39,17 @@ def runs(draw):
 
 
 VALID = [All(), Last(1), EverySteps(1), Steps((0, 7)), EveryPeriod(0), EveryPeriod(3600.5), Best("loss", 2, "max")]
+VALID += [Total(2, including=Best("loss")), Total(5, including=Best("val loss:a", 4, "max"))]
 INVALID = {
-    "a count of 1 or more": [Last(0), Last(True), Best("loss", 0)],
-    "the name of a metric": [Best("")],
+    "a count of 1 or more": [Last(0), Last(True), Best("loss", 0), Total(3, Best("loss", 0))],
+    "the name of a metric": [Best(""), Total(3, Best(""))],
     "a number of steps, 1 or more": [EverySteps(0)],
     "steps, each 0 or more": [Steps((-1,)), Steps((True,))],
     "a number of seconds": [EveryPeriod(-1.0), EveryPeriod(math.inf), EveryPeriod(math.nan)],
     "policies that keep something": [Steps(())],
+    "a policy Best in Total": [Total(3, including=Last(1)), Total(3, including=None)],
+    "a count of 2 or more, as the newest stays too": [Total(1, including=Best("loss")), Total("3", Best("loss"))],
+    "a count of 5 or more, as the newest stays too": [Total(4, including=Best("loss", 4))],
     "policies, or a number of checkpoints": [3],
 }
 
@@ -73,13 +79,17 @@ def test_an_invalid_policy_is_refused_with_what_it_should_have(expected, policy)
     assert caught.value.expected == expected
 
 
+BEST = st.builds(
+    Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])
+)
 POLICIES = st.one_of(
     st.builds(Last, st.integers(-1, 4)),
     st.builds(EverySteps, st.integers(0, 50)),
     st.builds(EveryPeriod, st.floats(0, 10)),
     st.builds(Steps, st.lists(st.integers(0, 200), max_size=3).map(tuple)),
     st.just(All()),
-    st.builds(Best, st.sampled_from(["loss", "accuracy", "none"]), st.integers(1, 3), st.sampled_from(["min", "max"])),
+    BEST,
+    st.builds(lambda more, best: Total(best.count + more, best), st.integers(1, 3), BEST),
 )
 
 
@@ -125,10 +135,40 @@ STEPS = [
         (Best("loss", 2, "max"), [0, 40]),
         (Best("loss", 9), [0, 10, 30, 40]),
         (Best("none"), [0, 10, 20, 30, 40]),
+        (Total(2, Best("loss")), [30, 40]),
+        (Total(3, Best("loss", mode="max")), [0, 30, 40]),
+        (Total(3, Best("loss", 2)), [10, 30, 40]),
+        (Total(4, Best("loss", 2)), [10, 20, 30, 40]),
+        (Total(9, Best("loss")), [0, 10, 20, 30, 40]),
+        (Total(2, Best("none")), [0, 10, 20, 30, 40]),
     ],
 )
 def test_each_policy_keeps_what_it_says(policy, steps):
     assert list(kept(STEPS, [policy])) == steps
+
+
+@given(runs(), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_a_total_has_the_newest_the_best_and_no_more_than_its_count(infos, count, more, left):
+    if left:
+        infos = [msgspec.structs.replace(info, abandoned=True, sequence=info.step) for info in infos[:-1]] + infos[-1:]
+    infos, total = [msgspec.structs.replace(i, pinned=False) for i in infos], Total(count + more, Best("loss", count))
+    stays = kept(infos, [total])
+    rated = best_of(infos, total.including)
+    if rated:
+        assert len(stays) == min(count + more, len(infos)) and infos[-1].step in stays
+        present = [info.step for info in rated if not info.abandoned]
+        assert stays.keys() >= set(present[:count])
+
+
+def test_a_metric_inside_of_a_total_counts_as_that_of_a_best():
+    total = Total(3, including=Best("lost"))
+    assert best_among([Last(1), total, Best("a")]) == [Best("lost"), Best("a")]
+    assert unmeasured(STEPS, [total]) == ["lost"]
+    assert kept(STEPS, [Total(3, Best("loss", mode="max"))]) == {
+        0: ("one of 3 in all, as one of the best 1 by loss",),
+        30: ("one of 3 in all",),
+        40: ("newest", "one of 3 in all"),
+    }
 
 
 @given(runs(), st.lists(POLICIES, max_size=3), st.data())

@@ -27,7 +27,7 @@ without an underscore are public, with what stands in their `__all__`:
     dcp  convert  integrations          the interface of torch.distributed.checkpoint | other formats | other libraries
     _runs  training  trees              Manager and retention; models and optimizers as trees; operations on trees
     testing                             the suite that every store passes, for stores of one's own
-    _api  stores                        save, save_async, load, load_into, inspect, read_file, verify | stores of files
+    _api  stores                        save, load, inspect, exists, verify and others | stores of files
     _saving | _loading                  tree to committed checkpoint | bytes to tree, verify, repair
     rules  _foreign                     load rules | files of other programs, read in place
     _arrays | _io                       an adapter for each array library | comm (ranks), storage (files, objects)
@@ -58,8 +58,9 @@ from ._io.storage.store import MemoryStore
 from ._loading.background import PendingLoad
 from ._loading.options import Fallback, ReadOptions
 from ._loading.overlay import Bank, From
-from ._loading.run_load import inspect, read_file, rebuild_index, verify
+from ._loading.run_load import exists, inspect, read_file, rebuild_index, verify
 from ._runs.manager import Manager
+from ._runs.removal import delete
 from ._saving.options import BackgroundOptions
 from ._saving.session import Pending
 from .errors import (
@@ -113,6 +114,8 @@ __all__ = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "delete",
+    "exists",
     "inspect",
     "load",
     "load_abstract",

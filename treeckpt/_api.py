@@ -37,7 +37,16 @@ from ._loading.options import (
     read_of,
 )
 from ._loading.overlay import Bank
-from ._loading.run_load import CheckpointPath, inspect, read_file, rebuild_index, run_load, run_load_into, verify
+from ._loading.run_load import (
+    CheckpointPath,
+    exists,
+    inspect,
+    read_file,
+    rebuild_index,
+    run_load,
+    run_load_into,
+    verify,
+)
 from ._saving.background import prewarm_tree, save_async_tree
 from ._saving.options import BackgroundOptions, SaveOptions, SidecarContent, background_of, shard_limit
 from ._saving.save import save_tree
@@ -48,6 +57,7 @@ from .rules import Renaming, Transforms
 
 __all__ = [
     "abstract",
+    "exists",
     "inspect",
     "load",
     "load_abstract",

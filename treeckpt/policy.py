@@ -9,8 +9,9 @@ The newest is the one that was saved last. Checkpoints on abandoned branches cou
 the newest, whenever they were saved.
 
 Policies also have a form as one line of text, for links, command line and server: `last:3 every:1000 best:loss:min:2`.
-They are separated by spaces, commas or plus signs: `all`, `last:N`, `every:STEPS`, `period:SECONDS`, `steps:A;B;...`
-and `best:METRIC[:min|max][:N]`. In the name of a metric these signs stand as in a URL: `best:val%20loss:min`.
+They are separated by spaces, commas or plus signs: `all`, `last:N`, `every:STEPS`, `period:SECONDS`, `steps:A;B;...`,
+`best:METRIC[:min|max][:N]` and `total:N:METRIC[:min|max][:N]`. In the name of a metric these signs stand as in a URL:
+`best:val%20loss:min`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import msgspec
 
 from .errors import TreeckptError
 
-__all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "kept"]
+__all__ = ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "Total", "kept"]
 MAX_POLICIES = 16
 """Policies of one text, which may come from a link."""
-_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 steps:100;200 all"
+_EXAMPLE = "e.g. last:3 every:1000 period:3600 best:loss:min:2 total:3:loss:min steps:100;200 all"
 
 
 class StepInfo(msgspec.Struct, frozen=True):
@@ -122,7 +123,25 @@ class Best(msgspec.Struct, frozen=True, tag="best"):
     mode: Literal["min", "max"] = "min"
 
 
-Policy = All | Last | EverySteps | Steps | EveryPeriod | Best
+class Total(msgspec.Struct, frozen=True, tag="total"):
+    """`count` checkpoints in all: the newest, the best that `including` chooses, and the last of the others beside.
+
+    As with `Best`, all are kept as long as none has the metric.
+
+    >>> tc.Manager("job", keep=tc.policy.Total(3, including=tc.policy.Best("loss"))).close()
+    """
+
+    count: int
+    including: Best
+
+
+Policy = All | Last | EverySteps | Steps | EveryPeriod | Best | Total
+
+
+def best_among(policies: Iterable[Policy]) -> list[Best]:
+    """Returns the policies that choose by a metric, those inside of `Total` too."""
+    inner = (policy.including if isinstance(policy, Total) else policy for policy in policies)
+    return [policy for policy in inner if isinstance(policy, Best)]
 
 
 def check_policies(policies: Sequence[object]) -> None:
@@ -134,8 +153,11 @@ def check_policies(policies: Sequence[object]) -> None:
     for policy in policies:
         if not isinstance(policy, Policy):
             raise _refusal("policies, or a number of checkpoints", policy)
-        if isinstance(policy, Best) and policy.mode not in ("min", "max"):
-            raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{policy.mode!r}")
+        if isinstance(policy, Total) and not isinstance(policy.including, Best):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _refusal("a policy Best in Total", policy)
+        for best in best_among([policy]):
+            if best.mode not in ("min", "max"):
+                raise TreeckptError("keep", expected="mode 'min' or 'max'", found=f"{best.mode!r}")
         if wanted := _invalid_field(policy):
             raise _refusal(wanted, policy)
     if all(isinstance(policy, Steps) and len(policy.steps) == 0 for policy in policies):
@@ -149,6 +171,10 @@ def _refusal(expected: str, found: object) -> TreeckptError:
 
 def _invalid_field(policy: Policy) -> str:
     """Returns what a policy should have where a field is invalid; empty for a valid policy."""
+    if isinstance(policy, Total):
+        least = operator.index(policy.including.count) + 1 if not (wrong := _invalid_field(policy.including)) else 1
+        more = f"a count of {least} or more, as the newest stays too"
+        return wrong if wrong or _is_number(policy.count, least) else more
     if isinstance(policy, Last | Best) and not _is_number(policy.count, 1):
         return "a count of 1 or more"
     if isinstance(policy, Best) and not (policy.metric and isinstance(policy.metric, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -203,20 +229,34 @@ def _chosen(ordered: Sequence[StepInfo], policy: Policy) -> list[tuple[int | str
         branches = [[info for info in ordered if info.abandoned is which] for which in (True, False)]
         chosen = [step for branch in branches for step in _periodic(branch, policy.seconds)]
         return [(step, f"the first in {policy.seconds:g} s") for step in chosen]
+    best = _best_steps(ordered, policy.including if isinstance(policy, Total) else policy)
+    if not best:
+        metric = best_among([policy])[0].metric
+        return [(info.step, f"all are kept, as none has the metric {metric!r}") for info in ordered]
+    if isinstance(policy, Best):
+        return [(step, f"one of the best {policy.count} by {policy.metric}") for step in best]
+    newest_first = [info.step for info in reversed(ordered)]
+    steps = list(dict.fromkeys([newest_first[0], *best, *newest_first]))[: policy.count]
+    why, also = (
+        f"one of {policy.count} in all",
+        f", as one of the best {policy.including.count} by {policy.including.metric}",
+    )
+    return [(step, why + also * (step in best)) for step in steps]
+
+
+def _best_steps(ordered: Sequence[StepInfo], policy: Best) -> list[int | str]:
+    """Returns the best steps of the present branch, then those of abandoned ones; empty if none has the metric."""
     rated = best_of(ordered, policy)
-    if not rated:
-        return [(info.step, f"all are kept, as none has the metric {policy.metric!r}") for info in ordered]
-    branches = [[info for info in rated if info.abandoned is which] for which in (True, False)]
-    best = [info for branch in branches for info in branch[: max(0, policy.count)]]
-    return [(info.step, f"one of the best {policy.count} by {policy.metric}") for info in best]
+    branches = [[info.step for info in rated if info.abandoned is which] for which in (False, True)]
+    return [step for branch in branches for step in branch[: max(0, policy.count)]]
 
 
 def unmeasured(steps: Iterable[StepInfo], policies: Sequence[Policy]) -> list[str]:
     """Returns the metrics that no checkpoint has, if any checkpoint stays only because they are missing."""
     infos = list(steps)
-    missing = [policy for policy in policies if isinstance(policy, Best) and not best_of(infos, policy)]
+    missing = [policy for policy in policies for best in best_among([policy]) if not best_of(infos, best)]
     others = [policy for policy in policies if policy not in missing]
-    return [policy.metric for policy in missing] if len(kept(infos, others)) < len(infos) else []
+    return [best.metric for best in best_among(missing)] if len(kept(infos, others)) < len(infos) else []
 
 
 def unmeasured_text(metric: str, steps: Iterable[StepInfo]) -> str:
@@ -276,11 +316,19 @@ def _policy(word: str) -> Policy:
         if kind == "steps":
             return Steps(tuple(_count(part, least=0) for part in rest.split(";")))
         if kind == "best" and rest:
-            best = parse_best(rest)
-            return Best(unquote(best.metric), best.count, best.mode)
+            return _parse_best(rest)
+        if kind == "total":
+            count, _, rest = rest.partition(":")
+            best = _parse_best(rest)
+            return Total(_count(count, least=best.count + 1), best)
     except ValueError as error:
         raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}") from error
     raise KeepError(f"{word[:60]!r} is no policy: {_EXAMPLE}")
+
+
+def _parse_best(text: str) -> Best:
+    best = parse_best(text)
+    return Best(unquote(best.metric), best.count, best.mode)
 
 
 def _count(text: str, *, least: int = 1) -> int:
@@ -327,8 +375,9 @@ def _policy_text(policy: Policy) -> str:
         return "steps:" + ";".join(map(str, policy.steps))
     if isinstance(policy, EveryPeriod):
         return f"period:{_seconds_text(float(policy.seconds))}"
-    metric = re.sub(r"[\s,+%]", lambda match: quote(match[0]), policy.metric)
-    return f"best:{metric}:{policy.mode}:{policy.count}"
+    kind, best = (f"total:{policy.count}", policy.including) if isinstance(policy, Total) else ("best", policy)
+    metric = re.sub(r"[\s,+%]", lambda match: quote(match[0]), best.metric)
+    return f"{kind}:{metric}:{best.mode}:{best.count}"
 
 
 def _seconds_text(seconds: float) -> str:

@@ -17,7 +17,7 @@ from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_met
 from treeckpt._runs.run_state import RunSigns, signs_of_run, status_of_run
 from treeckpt._runs.usage import recorded_policies
 from treeckpt.errors import visible
-from treeckpt.policy import Best, KeepError, Policy, kept, parse_keep
+from treeckpt.policy import Best, KeepError, Policy, best_among, kept, parse_keep
 
 from ..pages.checkpoints import (
     CheckpointRow,
@@ -51,7 +51,7 @@ DURATIONS = 40
 def metric_names(infos: Iterable[CheckpointInfo], policies: Sequence[Policy]) -> list[str]:
     """Returns the metrics that have columns: those that policies name, then those that most checkpoints have."""
     counts = metrics_among(infos)
-    named = [policy.metric for policy in policies if isinstance(policy, Best) and policy.metric in counts]
+    named = [best.metric for best in best_among(policies) if best.metric in counts]
     return list(dict.fromkeys([*named, *(name for name, _ in counts.most_common(COLUMNS))]))[:COLUMNS]
 
 
@@ -77,7 +77,7 @@ def best_marks(
         ]
         if len({value for value, _ in rated}) < 2:
             continue
-        modes = {policy.mode for policy in policies if isinstance(policy, Best) and policy.metric == name}
+        modes = {best.mode for best in best_among(policies) if best.metric == name}
         for mode, pick, text in (("min", min, "lowest"), ("max", max, "highest")):
             if not modes or mode in modes:
                 # of equal ones the newest, which is the first in a list
@@ -200,7 +200,7 @@ def resume_facts(listed: Listed, policies: Sequence[Policy], chosen: Best | None
             good.append((checkpoint_id, info))
         elif not good and reason != _NO_CHECKPOINT:
             passed_over.append(PassedOver(checkpoint_id, visible(info.name), info.step, reason))
-    rating = chosen or next((one for one in policies if isinstance(one, Best)), None)
+    rating = chosen or next(iter(best_among(policies)), None)
     rated = best_checkpoint((info for _, info in good), rating) if rating is not None else None
     best = next((pair for pair in good if pair[1] is rated), None)
     infos = [info for _, info in listed]

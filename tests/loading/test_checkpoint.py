@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,34 @@ def test_a_shard_names_the_leaves_of_the_index_that_it_is_read_under(tmp_path: P
         assert shard.index is one.index
         with pytest.raises(tc.CorruptError, match=f"^{name}"):
             check_blocks(one.store, shard, 0, memoryview(bytes(file.nbytes)))
+
+
+def test_a_checkpoint_exists_once_it_is_committed_and_errors_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a"
+    assert not tc.exists(path)
+    tc.save(path, {"v": 1})
+    assert tc.exists(path) and tc.exists(LocalStore(path)) and not tc.exists(path.parent)
+    assert not tc.exists(path / INDEX_NAME)
+    index = (path / INDEX_NAME).rename(path / "aside")
+    assert not tc.exists(path), "shards alone are those of a save that never finished"
+    index.rename(path / f"deleted.{tc.inspect(copy(path, index)).save_id}.{'0' * 16}.json")
+    assert not tc.exists(path), "a deletion that was cut short took it away"
+    (path / "pinned.json").write_text("{}")
+    assert tc.exists(path) and tc.load(path) == {"v": 1}, "it was pinned meanwhile, and comes back"
+
+    class Broken(LocalStore):
+        def entry(self, name: str) -> Any:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(tc.StoreError, match="Input/output error"):
+        tc.exists(Broken(path))
+    for wrong in (None, 3):
+        with pytest.raises(tc.CheckpointError):
+            tc.exists(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def copy(path: Path, index: Path) -> Path:
+    """A copy of a checkpoint whose index has another name."""
+    there = shutil.copytree(path, path.parent / "copy")
+    (there / index.name).rename(there / INDEX_NAME)
+    return there

@@ -1,20 +1,25 @@
-"""`Manager.delete`: one step goes, as the clean-up deletes, unless something holds it."""
+"""`Manager.delete` and `treeckpt.delete`: one checkpoint goes, as the clean-up deletes, unless something holds it."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 import treeckpt as tc
 from tests.helpers.memory_run import MemoryRun
 from tests.helpers.world import errors_of, on_ranks
-from treeckpt._core.format.files import deleted_name, step_name
+from treeckpt._core.format.files import Progress, deleted_name, encode_progress, progress_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.process import this_process
+from treeckpt._io.storage.kept_files import KeptFile
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.store import MemoryStore
 from treeckpt._runs.run import RunDirectory
@@ -135,3 +140,83 @@ def test_a_pinned_step_whose_deletion_was_killed_comes_back_in_a_store_that_know
     report = RunDirectory(run).clean([Last(1)], grace=0)
     assert not report.failed and tc.load(folder) == {"n": 1}
     assert folder.entry("index.json") is not None and folder.entry(aside) is None
+
+
+def test_a_checkpoint_that_no_manager_saved_is_deleted_by_its_path(tmp_path: Path) -> None:
+    for path in (tmp_path / "by hand", tc.MemoryStore()):
+        tc.save(path, {"v": 1}, files={"config.json": b"{}"})
+        tc.delete(path)
+        assert not tc.exists(path)
+        with pytest.raises(tc.CheckpointNotFound):
+            tc.delete(path)
+    assert not any(tmp_path.iterdir()), "not even an empty directory stays"
+
+
+def test_what_holds_a_checkpoint_keeps_it_from_a_deletion_by_path(tmp_path: Path) -> None:
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1}, pin=True)
+        path = manager.path(1)
+        for force in (False, True):
+            with pytest.raises(tc.CheckpointError, match=r"found it is pinned\. Unpin it first"):
+                tc.delete(path, force=force)
+        manager.unpin(1)
+        with manager.reading(1), pytest.raises(tc.CheckpointError, match="found it is being read"):
+            tc.delete(path)
+        kept = KeptFile(LocalStore(path), progress_name(0, "0" * 16), lambda: progress_of_a_save("0" * 16))
+        kept.write()
+        try:
+            with pytest.raises(tc.CheckpointError, match="another save may be writing there"):
+                tc.delete(path)
+        finally:
+            kept.end()
+        assert tc.verify(path).ok
+        tc.delete(path)
+        assert manager.steps() == []
+
+
+def progress_of_a_save(save_id: str) -> bytes:
+    """The record of a save of this process that has just begun."""
+    now = time.time_ns()
+    return encode_progress(Progress(save_id, 0, 1, 1, "write", 0, 9, now, now, alive_ns=now, owner=this_process()))
+
+
+def test_damage_and_what_was_never_finished_go_by_force_alone_and_files_of_others_stay(tmp_path: Path) -> None:
+    tc.save(tmp_path / "a", {"v": torch.ones(9)})
+    (tmp_path / "a" / "mine.txt").write_text("mine")
+    [shard] = (tmp_path / "a").glob("shard-*")
+    shard.unlink()
+    with pytest.raises(tc.CheckpointError, match="force=True deletes it all the same"):
+        tc.delete(tmp_path / "a")
+    tc.delete(tmp_path / "a", force=True)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine.txt"]
+    tc.save(tmp_path / "b", {"v": torch.ones(9)})
+    (tmp_path / "b" / INDEX_NAME).unlink()
+    with pytest.raises(tc.CheckpointNotFound, match="force=True deletes it all the same"):
+        tc.delete(tmp_path / "b")
+    tc.delete(tmp_path / "b", force=True)
+    assert not (tmp_path / "b").exists()
+    for force in (False, True):
+        with pytest.raises(tc.CheckpointNotFound):
+            tc.delete(tmp_path / "a", force=force)
+    assert (tmp_path / "a" / "mine.txt").read_text() == "mine"
+
+
+def test_a_link_goes_by_force_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    tc.save(tmp_path / "a", {"v": 1})
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(tc.CheckpointError, match="symbolic link"):
+        tc.delete(tmp_path / "link")
+    tc.delete(tmp_path / "link", force=True)
+    assert tc.exists(tmp_path / "a") and not (tmp_path / "link").is_symlink()
+
+
+def test_failed_saves_of_a_run_stay_known_after_a_deletion_by_path(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with tc.Manager(tmp_path, keep=None, background=False) as manager:
+        manager.save(1, {"v": 1})
+        path = tmp_path / step_name(1)
+        killed = msgspec.structs.replace(this_process(), started=1)
+        record = Progress("0" * 16, 0, 1, 1, "write", 0, 9, 1, 1, owner=killed)
+        (path / progress_name(0, "0" * 16)).write_bytes(encode_progress(record))
+        tc.delete(path)
+    assert [failure.save_id for failure in run.failures.read()[0]] == ["0" * 16]

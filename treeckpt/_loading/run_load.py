@@ -1,8 +1,8 @@
 """Carries out the calls that read checkpoints, each on one whole version that another process may overwrite meanwhile.
 
 `on_versions` opens a version of each checkpoint, and does all again if one was replaced. On it `run_load` and
-`run_load_into` load a tree, with objects that have a state; `inspect`, `read_file`, `verify` and `rebuild_index` are
-the public functions that load none.
+`run_load_into` load a tree, with objects that have a state; `inspect`, `exists`, `read_file`, `verify` and
+`rebuild_index` are the public functions that load none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .._core.tree.treespec import LEAF, tree_of
 from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
-from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar
+from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar, taken_index
 from .._io.storage.local_store import for_reading
 from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
@@ -357,6 +357,31 @@ def inspect(path: CheckpointPath, *, follow_links: bool = False) -> Index:
     """
     with opened(following(path, follow_links)) as checkpoint:
         return checkpoint.index
+
+
+@takes_no_save
+def exists(path: str | os.PathLike[str] | Store, *, follow_links: bool = False) -> bool:
+    """Whether a committed checkpoint of treeckpt is at a path, URL or store: its index is there; nothing is read.
+
+    >>> tc.exists("run/step_00000100"), tc.exists("run/step_00000999")
+    (True, False)
+
+    It is False for a save that has not ended or never finished, for a run, and for files of other programs. `verify`
+    says whether a checkpoint is intact.
+
+    Args:
+        follow_links: same as for `inspect`.
+
+    Raises:
+        StoreError: it could not be looked at, or an object store cannot be reached, or refuses.
+    """
+    store = open_store(following(path, follow_links))
+    try:
+        if (index := store.entry(INDEX_NAME)) is not None:
+            return index.regular
+        return taken_index(store, store.entries()) is not None
+    except OSError as error:
+        raise wrap_read_error(error, store.url) from error
 
 
 @takes_no_save

@@ -23,9 +23,9 @@ from .._saving.options import (
     shard_limit,
 )
 from ..errors import TreeckptError, TreeError
-from ..policy import All, Best, KeepError, Last, Policy, check_policies, parse_keep
+from ..policy import All, Best, KeepError, Last, Policy, best_among, check_policies, parse_keep
 from ..rules import Renaming, Transforms
-from .catalog import METRICS
+from .index_summary import METRICS
 
 Keep = Policy | str | Sequence[Policy | str] | int | None
 
@@ -90,7 +90,7 @@ def best_policy(policies: Sequence[Policy], metric: str | None, mode: Literal["m
     Raises:
         TreeckptError: no metric is given, and no policy has one; or the mode is unknown.
     """
-    named = next((p for p in policies if isinstance(p, Best) and metric in (None, p.metric)), None)
+    named = next((best for best in best_among(policies) if metric in (None, best.metric)), None)
     if metric is None and named is None:
         raise TreeckptError(
             "best", expected="a metric", found="none, and no Best policy", hint="Pass the name of a metric"

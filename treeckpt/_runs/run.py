@@ -3,13 +3,7 @@
 By default a checkpoint is complete if its index decodes and every shard that it names has its size; only the index is
 read for that. On request everything is read and compared with its checksums.
 
-A checkpoint is deleted in these steps: (1) a lock on the index is written, see `_io.storage.deletions`; (2) if the
-index still names that save, and no process reads or writes there, it is taken away and the directory synced: from now
-on it is no checkpoint; (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock
-goes; (4) the other files are deleted, the index that was taken away last (in an object store a mark, which is written
-with the lock), then the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
-
-`kept_files` finds readers, `_inspect.deletion` decides what is deleted, `catalog` describes the checkpoints.
+`removal` deletes a checkpoint, `_inspect.deletion` decides which, `catalog` describes them.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ import contextlib
 import difflib
 import logging
 import os
-import secrets
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,12 +21,13 @@ import msgspec
 
 from .._core.format.files import (
     PIN_NAME,
+    STEP_PATTERN,
     CheckpointId,
     check_id,
-    deleted_name,
+    check_pattern,
     id_order,
     id_text,
-    is_step_name,
+    numbers_in,
     step_of,
 )
 from .._core.format.index import INDEX_NAME
@@ -44,32 +38,20 @@ from .._inspect.deletion import (
     JoinedRun,
     Removal,
     RetainedDirectory,
-    StepDirectory,
     plan_cleanup,
-    plan_deletion,
 )
 from .._io.os_errors import write_errors_wrapped
 from .._io.storage.checkpoint import KnownIndex, LruStatCache, NewestIndex, StatCache
 from .._io.storage.deletions import (
-    DECIDED,
     GRACE,
-    decide_deletion,
-    delete_files,
     deletion_times,
-    file_facts,
-    hold_lock,
-    index_of_save,
-    index_state,
-    remove_leftovers,
-    take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
-from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
-from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, TreeError
 from ..policy import Best, Policy, best_of, unmeasured_text
 from .catalog import (
     CheckpointInfo,
@@ -80,12 +62,13 @@ from .catalog import (
     read_info,
     read_infos,
     read_marks,
-    step_folder,
     step_info,
     with_verification,
 )
 from .failures import FailureHistory
+from .removal import CheckpointRemover, checked, held_error, incomplete_error
 from .repair_advice import repair_advice
+from .step_names import links_and_other_names, recorded_patterns, step_folder
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -111,9 +94,11 @@ class RunDirectory:
         verifications: what is known of checkpoints' bytes, by default what `treeckpt verify` of this user found.
         follow_links: reads links out of a local run: of files, and in place of a step's directory. None of the methods
             changes or deletes what a link leads to.
+        pattern: of the names of steps that are saved; others are known by what their indexes record.
 
     Raises:
         CheckpointNotFound: the path is that of a file.
+        TreeError: steps cannot be named by the pattern.
     """
 
     def __init__(
@@ -124,6 +109,7 @@ class RunDirectory:
         cache: StatCache | None = None,
         verifications: VerificationStore | None = None,
         follow_links: bool = False,
+        pattern: str = STEP_PATTERN,
     ) -> None:
         self.store = open_run(run, follow_links=follow_links or None)
         self.url = self.store.url
@@ -131,24 +117,29 @@ class RunDirectory:
             refuse_file(self.url)
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
+        self.pattern = check_pattern(pattern)
         self.failures = FailureHistory(self.store)
+        self._remover = CheckpointRemover(self._clock, self._cache, self.failures)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
-        return step_folder(self.store, check_id(step))
+        return step_folder(self.store, check_id(step), self.pattern, self._cache)
 
     def check_free(self, name: str) -> None:
         """Refuses to save a checkpoint by a text where something else has the directory of this name.
 
         Raises:
             CheckpointExists: naming it.
+            TreeError: it is the name of a step.
         """
+        if step_of(name, (self.pattern,)) is not None:
+            raise TreeError("step", expected="an integer, or a text that no step has as its name", found=f"{name!r}")
         folder = self.store.folder(name)
         if folder.is_link:
             expected, found = "a directory, or nothing", "a link, through which no save goes"
             hint = "Save under another name, or remove the link; what it leads to stays as it is"
             raise CheckpointExists(folder.place, expected=expected, found=found, hint=hint)
-        info = read_info(folder, cache=self._cache, timings=False)
+        info = read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,))
         if info.files in ("complete", "damaged") and (info.lineage is None or info.lineage.name != name):
             raise CheckpointExists(
                 info.path,
@@ -172,16 +163,25 @@ class RunDirectory:
         return [info for _, info in self._read_infos(newest, or_unread=or_unread)]
 
     def _read_infos(self, newest: NewestIndex | None = None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
+        seen = read_infos(
+            self.store, self._cache, or_unread=or_unread, timings=False, newest=newest, patterns=(self.pattern,)
+        )
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
-            _checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
+            checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
         )
         return [(folders[info.name], info) for info in ours]
 
     def marks(self) -> list[SavedCheckpoint]:
         """Returns the data that orders the checkpoints by lineage."""
-        return read_marks(self.store, self._cache)
+        return read_marks(self.store, self._cache, (self.pattern,))
+
+    def links_and_other_names(self) -> dict[int, str]:
+        """Returns the names of the directories of those steps that are links, or have another name than it gives."""
+        patterns = {self.pattern}
+        if any(numbers_in(name) and step_of(name, patterns) is None for name in self.store.names()):
+            patterns |= recorded_patterns(mark.lineage for mark in self.marks())
+        return links_and_other_names(self.store, self.pattern, patterns)
 
     def checkpoint(
         self,
@@ -201,7 +201,7 @@ class RunDirectory:
         """
         folder = self.folder(step)
         if joined is None:
-            info = _checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
+            info = checked(read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,), newest=newest))
         else:
             none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of {id_text(step)}")
             info = next((each for each in joined if each.name == folder.name), none)
@@ -209,12 +209,10 @@ class RunDirectory:
             raise self._not_found(step, "one that no manager saved by this name", "Load it with tc.load", joined)
         if info.files == "complete":
             return info
-        foreign = describe_foreign(info.path) if info.files == "foreign" else None
-        advice = repair_advice(info)
-        found, hint = foreign or (info.error or info.files, advice.text if advice is not None else "")
-        if info.files == "damaged":
-            raise CheckpointError(info.path, expected="a complete checkpoint", found=found, hint=hint)
-        raise self._not_found(step, found, hint, joined)
+        error = incomplete_error(info)
+        if info.files != "damaged":
+            error.add_hint(loadable_text(self.checkpoints() if joined is None else joined, step))
+        raise error
 
     def _not_found(
         self, step: CheckpointId, found: str, hint: str = "", joined: Sequence[CheckpointInfo] | None = None
@@ -290,7 +288,9 @@ class RunDirectory:
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [self._fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos]
+        facts = [
+            self._remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
+        ]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:
@@ -300,7 +300,8 @@ class RunDirectory:
             on_removal(number, len(planned.removed))
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
-                    why = self.remove_directory(removal, grace) if free else "it is being saved"
+                    folder = self.store.folder(removal.name)
+                    why = self._remover.remove(folder, removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
@@ -334,23 +335,18 @@ class RunDirectory:
             CheckpointError: it is damaged, pinned, being read or being written; with `force`, one of the last three.
         """
         _, removal = self.plan_deletion(step, force=force, grace=grace)
-        folder, why = self.folder(step), ""
-        with (
-            claim(folder.name) as free,
-            _write_errors(folder.place),
-            contextlib.suppress(FileNotFoundError),
-        ):
-            why = self.remove_directory(removal, grace) if free else "it is being saved"
-        # Once its index is gone it is no checkpoint any more, and the next clean-up removes the rest.
-        if why and (removal.what == "leftovers" or folder.entries().keys() & {INDEX_NAME}):
-            raise _held(folder, why)
+        folder = self.folder(step)
+        with claim(folder.name) as free:
+            if not free:
+                raise held_error(folder, "it is being saved")
+            self._remover.delete(folder, removal, grace)
 
     def plan_deletion(
         self, step: CheckpointId, *, force: bool = False, grace: float = GRACE
     ) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        info = _checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
+        info = checked(read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,), or_unread=force))
         if not force and info.files != "complete":
             try:
                 info = self.checkpoint(step)
@@ -358,124 +354,10 @@ class RunDirectory:
                 if info.files in ("damaged", "partial"):
                     error.add_hint("force=True deletes it all the same")
                 raise
-        if force and folder.is_link:
-            return info, Removal(folder.name, "leftovers", "a link, not what it leads to", (), 0, force=True)
-        if info.files == "foreign" or id_of(info) is None:
+        is_link = force and folder.is_link
+        if not is_link and (info.files == "foreign" or id_of(info) is None):
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
-        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
-        if isinstance(plan, RetainedDirectory):
-            raise _held(folder, plan.why)
-        return info, plan
-
-    def _fact(
-        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
-    ) -> StepDirectory:
-        assert info.files != "foreign", "_read_infos returns none"
-        save_id = info.save_id if info.files != "partial" else None
-        unread = info.files == "unread" and not force
-        step = step_info(info)
-        if disks is not None:
-            step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
-        return StepDirectory(
-            **msgspec.structs.asdict(step),
-            name=info.name,
-            status=info.files,
-            modified_ns=0 if unread else folder.modified_ns() or 0,
-            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
-            save_id=None if unread else save_id,
-            problem=info.error or "",
-            path=folder.place,
-            whole=disks is None or (info.name, info.save_id or "") in disks.whole,
-            elsewhere=info.elsewhere if disks is None else "",
-        )
-
-    def remove_directory(self, removal: Removal, grace: float) -> str:
-        """Carries a removal out; says why not, if something has changed since it was decided."""
-        folder = self.store.folder(removal.name)
-        if folder.is_link:  # what it leads to is not this run's
-            if removal.what == "leftovers" and removal.files:
-                return "it is a link, and what it leads to stays"
-            folder.remove_link()
-            return ""
-        self.failures.keep_removed(folder, removal.files, committed=removal.save_id or "")
-        if removal.what == "leftovers":
-            return remove_leftovers(folder, removal)
-        mark = deleted_name(removal.save_id or "", secrets.token_hex(8))
-        why = ""
-        try:
-            with hold_lock(folder, "deleting"):
-                why = self._take_index(folder, removal, grace, mark)
-            if not why:
-                marks = (removal.files[-1], mark)
-                delete_files(folder, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
-                folder.sync()
-        finally:
-            # of several clean-ups at once, the one that is the last to delete its last file finds no other
-            if removal.directory and not why:
-                with contextlib.suppress(OSError, StoreError):
-                    folder.remove_directory()
-        return why
-
-    def _take_index(self, folder: Store, removal: Removal, grace: float, mark: str) -> str:
-        """Takes the index of a checkpoint away, under a lock; says why not, if that may not be.
-
-        Raises:
-            FileNotFoundError: another process has deleted it.
-        """
-        store, taken, marked = folder, False, False
-        assert removal.save_id is not None, "a checkpoint is removed by its save id"
-        try:
-            # the plan may be outdated: other removals took place before this one
-            now = folder.listed()
-            info = _checked(read_info(now, cache=self._cache, or_unread=removal.force))
-            why = self._reason_to_keep(info, now, grace, force=removal.force)
-            known = not why and info.files != "unread"
-            index: bytes | int | None = index_of_save(now, removal.save_id) if known else None
-            if not why and index is None and removal.force and info.save_id is None:  # no save can be told of it
-                index = 0 if info.files == "unread" else index_state(store) or 0
-            if index is None:
-                if folder.entry(INDEX_NAME) is None:
-                    raise FileNotFoundError(f"{folder.place}/{INDEX_NAME}")
-                return why or _REPLACED
-            if not store.traits.renames:
-                marked = True
-                store.publish(mark, index if isinstance(index, bytes) else DECIDED, replace=True)
-            taken = True  # it may be, also where an interrupt comes or an answer is lost
-            try:
-                take_index(store, mark, holds=(lambda found: found == index) if isinstance(index, bytes) else None)
-            except (CheckpointExists, FileNotFoundError):
-                taken = False
-                raise
-            folder.sync()
-            now = folder.listed()
-            if PIN_NAME in now.entries():  # `pin` looks for the index after it has written the pin
-                taken = False
-                if store.traits.renames:
-                    with contextlib.suppress(FileNotFoundError):  # a save or clean-up has put it back
-                        store.rename(mark, INDEX_NAME, replace=False)
-                elif isinstance(index, bytes):
-                    with contextlib.suppress(CheckpointExists):
-                        store.publish(INDEX_NAME, index, replace=False)
-                return "it has been pinned meanwhile"
-            if not decide_deletion(store, mark, removal.files[-1]):
-                if index_of_save(folder, removal.save_id) is None:
-                    raise FileNotFoundError(f"{folder.place}/{mark}")
-                return "it has been pinned meanwhile"
-            return "its index is gone; the rest goes when its reader is done" if has_readers(now, self._clock()) else ""
-        except CheckpointExists:
-            return _REPLACED
-        finally:
-            if marked and not taken:
-                store.delete(mark)
-
-    def _reason_to_keep(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> str:
-        """Returns why a checkpoint must be kept after all: it was pinned, or is being read or written; else ""."""
-        if info.pinned:
-            return "it has been pinned meanwhile"
-        if info.files == "foreign" or (info.files != "complete" and not force):
-            return f"it is {info.files} now"
-        plan = plan_deletion(self._fact(info, folder, force=force), deletion_times(self._clock(), grace), force=force)
-        return plan.why if isinstance(plan, RetainedDirectory) else ""
+        return info, self._remover.plan(info, folder, grace, force=force)
 
 
 def refuse_link(store: Store) -> None:
@@ -488,20 +370,6 @@ def refuse_link(store: Store) -> None:
         expected, found = "a directory, or nothing", "a link, through which no save goes"
         hint = "Remove the link; what it leads to stays as it is"
         raise CheckpointExists(store.place, expected=expected, found=found, hint=hint)
-
-
-def _held(folder: Store, why: str) -> CheckpointError:
-    held = why.removeprefix("no policy keeps it, but ")
-    hint = "Unpin it first" if "pinned" in why else "Delete it when that has ended"
-    return CheckpointError(folder.place, expected="a checkpoint that nothing holds", found=held, hint=hint)
-
-
-def _checked(info: CheckpointInfo) -> CheckpointInfo:
-    """Marks a checkpoint as damaged if its index records another step than its directory's name: it was moved."""
-    if info.files == "complete" and (step := step_of(info.name)) is not None and info.step != step:
-        found = f"its index says step {info.step}, not what its name says"
-        return msgspec.structs.replace(info, files="damaged", error=found)
-    return info
 
 
 class OtherDisks(Exception):
@@ -616,8 +484,9 @@ class CheckpointSelector:
             if passed_over is not None and info.files != "partial":
                 passed_over.append(f"{info.path}: {why}")
         if not infos and (others := checkpoints_without_step(self.directory.store)):
-            text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}"
-            self.warn_once(self.directory.url, f"{text}. Rename them to step_NUMBER to have them taken")
+            text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}. "
+            hint = "Rename them to step_NUMBER, or give Manager(name=...) their pattern, to have them taken"
+            self.warn_once(self.directory.url, text + hint)
         for path, why in self._perhaps_newer(infos, newest):
             self.warn_once(path, f"passed over, {why}")
             if passed_over is not None:
@@ -639,7 +508,7 @@ class CheckpointSelector:
         for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
             followed = folder.traits.follow_links and folder.modified_ns() is not None
-            if is_step_name(name) and (step_of(name) or 0) > number and not followed:
+            if (step_of(name, (self.directory.pattern,)) or 0) > number and not followed:
                 yield folder.place, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:

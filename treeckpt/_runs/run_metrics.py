@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ..policy import Best, Policy
+from ..policy import Best, Policy, best_among
 from .catalog import CheckpointInfo
 
 Mode = Literal["min", "max"]
@@ -60,7 +60,7 @@ def agreed_mode(metric: str, policies: Iterable[Sequence[Policy]]) -> Mode | Non
     """Returns which way is better by the policies of several runs; None where none says that, or they differ."""
     modes: set[Mode] = set()
     for each in policies:
-        modes |= {one.mode for one in each if isinstance(one, Best) and one.metric == metric}
+        modes |= {one.mode for one in best_among(each) if one.metric == metric}
     return modes.pop() if len(modes) == 1 else None
 
 

@@ -221,6 +221,20 @@ def test_a_network_that_fails_sends_nobody_back_to_an_older_checkpoint(s3: S3) -
             made.restore()
 
 
+def test_a_checkpoint_exists_until_it_is_deleted_and_a_store_that_refuses_is_an_error(s3: S3) -> None:
+    url = s3.url()
+    store = s3.store(url, **ONCE)
+    assert not tc.exists(url)
+    tc.save(store, {"w": np.arange(3)})
+    s3.rules({"match": ".*", "do": "500", "times": 99})
+    with pytest.raises(tc.StoreError, match="500"):
+        tc.exists(store)
+    s3.rules()
+    assert tc.exists(store) and tc.exists(url)
+    tc.delete(url)
+    assert not tc.exists(store) and not store.sizes()
+
+
 # races ---------------------------------------------------------------------------------------------------------------
 
 
