@@ -87,15 +87,16 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
         """Calls a function with the manager and the name of a checkpoint, or of the newest if its save was killed."""
         manager, name = self._place(os.path.realpath, path)
         manager.wait()
-        begun = os.path.lexists(path)
-        manager.clean()  # Lightning takes what a killed save has left for a checkpoint
         try:
-            return load(manager, name)
+            found = load(manager, name)
         except tc.CheckpointNotFound:
-            if not begun or (newest := manager.latest()) is None:
+            if not os.path.lexists(path) or (newest := manager.latest()) is None:
                 raise
-            _log.warning("%s: this save was never finished; %s is loaded", path, manager.path(newest))
-            return load(manager, newest)
+            _log.warning("%s: its save was never finished; %s is loaded", path, manager.path(newest))
+            found = load(manager, newest)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _remove_unfinished(os.path.dirname(manager.path(name)), name)
+        return found
 
     def remove_checkpoint(self, path: Any) -> None:
         if os.path.isfile(path) or os.path.islink(path):
@@ -120,10 +121,18 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
         return self._managers[above], name
 
 
+def _remove_unfinished(above: str, but: str) -> None:
+    """Deletes what killed saves have left in a directory, which Lightning takes for checkpoints."""
+    for entry in os.scandir(above) if os.path.isdir(above) else ():
+        if entry.is_dir(follow_symlinks=False) and entry.name != but and not tc.exists(entry.path):
+            with contextlib.suppress(tc.TreeckptError):  # another program's, or being saved
+                tc.delete(entry.path, force=True)
+
+
 def _remove(path: Any, after: tc.Pending | None) -> None:
     """Deletes a checkpoint, unless the save after it has failed."""
-    if exists(path) and (after is None or exists(after.path)):
-        delete(path)
+    if tc.exists(path) and (after is None or tc.exists(after.path)):
+        tc.delete(path)
 
 
 class _AllRanks:
@@ -201,16 +210,3 @@ class RandomStates(_pytorch.Callback):
         if self._saved is not None and len(self._saved) == trainer.world_size:
             tc.training.set_rng_state(self._saved[trainer.global_rank])
         self._saved = None
-
-
-def exists(path):  # TEMP
-    try:
-        tc.inspect(path)
-    except tc.CheckpointNotFound:
-        return False
-    return True
-
-
-def delete(path):  # TEMP
-    above, name = os.path.split(path)
-    tc.Manager(above, keep=None, comm="alone").delete(name)
