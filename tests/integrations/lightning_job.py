@@ -79,14 +79,14 @@ def main() -> None:
     strategy = {
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
-        "all-ddp": TreeckptDDP,
-        "fsdp": lambda: TreeckptModelParallel(**sizes),
+        "all-ddp": lambda: TreeckptDDP(io=IO()),
+        "fsdp": lambda: TreeckptModelParallel(**sizes, io=IO()),
     }[options.strategy]()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        plugins=[IO()],
+        plugins=[IO()] if isinstance(strategy, str) else None,
         max_steps=options.steps,
         logger=False,
         enable_progress_bar=False,
