@@ -52,6 +52,7 @@ from ._core.tree.containers import FromRank, PerRank
 from ._core.tree.keyed_table import KeyedTable
 from ._core.tree.paths import path_keys, path_text
 from ._core.tree.spec import ArraySpec
+from ._io.comm.comm import comm
 from ._io.storage.local_store import LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import MemoryStore
@@ -61,6 +62,7 @@ from ._loading.overlay import Bank, From
 from ._loading.run_load import exists, inspect, read_file, rebuild_index, verify
 from ._runs.manager import Manager
 from ._runs.removal import delete
+from ._runs.restore import OpenedStep
 from ._saving.options import BackgroundOptions
 from ._saving.session import Pending
 from .errors import (
@@ -100,6 +102,7 @@ __all__ = [
     "MismatchError",
     "ObjectRun",
     "ObjectStore",
+    "OpenedStep",
     "Pending",
     "PendingLoad",
     "PerRank",
@@ -114,6 +117,7 @@ __all__ = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "comm",
     "delete",
     "exists",
     "inspect",

@@ -119,7 +119,7 @@ class RunDirectory:
         self._verifications = verifications
         self.pattern = check_pattern(pattern)
         self.failures = FailureHistory(self.store)
-        self._remover = CheckpointRemover(self._clock, self._cache, self.failures)
+        self.remover = CheckpointRemover(self._clock, self._cache, self.failures)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
@@ -289,7 +289,7 @@ class RunDirectory:
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
         facts = [
-            self._remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
+            self.remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
         ]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
@@ -301,7 +301,7 @@ class RunDirectory:
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     folder = self.store.folder(removal.name)
-                    why = self._remover.remove(folder, removal, grace) if free else "it is being saved"
+                    why = self.remover.remove(folder, removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
@@ -339,7 +339,7 @@ class RunDirectory:
         with claim(folder.name) as free:
             if not free:
                 raise held_error(folder, "it is being saved")
-            self._remover.delete(folder, removal, grace)
+            self.remover.delete(folder, removal, grace)
 
     def plan_deletion(
         self, step: CheckpointId, *, force: bool = False, grace: float = GRACE
@@ -357,7 +357,7 @@ class RunDirectory:
         is_link = force and folder.is_link
         if not is_link and (info.files == "foreign" or id_of(info) is None):
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
-        return info, self._remover.plan(info, folder, grace, force=force)
+        return info, self.remover.plan(info, folder, grace, force=force)
 
 
 def refuse_link(store: Store) -> None:
@@ -445,7 +445,7 @@ class CheckpointSelector:
         self,
         *,
         verify: bool = False,
-        without: Container[CheckpointId] = (),
+        without: Container[str | None] = (),
         busy: Container[str] = (),
         passed_over: list[str] | None = None,
     ) -> CheckpointInfo | None:
@@ -453,7 +453,7 @@ class CheckpointSelector:
 
         Args:
             verify: reads everything and compares checksums.
-            without: steps to leave out.
+            without: the ids of saves to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
             passed_over: gets the path of each damaged checkpoint and link that is newer, or may be, with what is wrong.
 
@@ -469,7 +469,7 @@ class CheckpointSelector:
                     "No older one is taken in its place",
                 )
                 raise StoreError(info.path, expected=expected, found=info.error or "", hint=hint)
-            if step_info(info).step in without:
+            if info.save_id in without:
                 continue
             why = info.error or info.files if info.files != "complete" else ""
             if not why and verify:
@@ -574,11 +574,12 @@ class CheckpointSelector:
         return None
 
     def choose(
-        self, step: CheckpointId | None, tried: Collection[CheckpointId], passed_over: list[str]
+        self, step: CheckpointId | None, failed: Collection[str | None], passed_over: list[str]
     ) -> CheckpointInfo | None:
-        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
+        """Returns the checkpoint to restore: that of `step`, or the newest that has not failed; None without any.
 
         Args:
+            failed: the ids of saves that could not be loaded.
             passed_over: as for `newest`.
 
         Raises:
@@ -595,11 +596,11 @@ class CheckpointSelector:
             if self._one_disk and info.disks:
                 raise OtherDisks
             return info
-        newest = self.newest(without=tried, passed_over=passed_over)
+        newest = self.newest(without=failed, passed_over=passed_over)
         if newest is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
-        if newest is None and (tried or passed_over):
+        if newest is None and (failed or passed_over):
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",
