@@ -1,43 +1,42 @@
 """Lightning (2.6 or later) on treeckpt: a plugin that saves and loads, and a strategy whose ranks all save.
 
-    trainer = Trainer(plugins=[TreeckptIO()], callbacks=[ModelCheckpoint("run", save_last="link"), RandomStates()])
+    trainer = Trainer(plugins=[TreeckptIO()], callbacks=[ModelCheckpoint("run", save_last="link")])
     trainer.fit(module, loader, ckpt_path="last")
 
 It works with `pytorch_lightning` or `lightning_fabric` if the program has imported one, otherwise with `lightning`. A
 checkpoint is a directory of the name that Lightning gives it, in the run of a `Manager`. Saves go on in the background:
-what Lightning removes is deleted before the next save, when those before are committed, and a name whose save was killed
-loads the newest checkpoint beside it, with a warning. Files that Lightning saved load as before.
+what Lightning removes is deleted before the next save, and a name whose save was killed loads the newest checkpoint
+beside it, with a warning. Files that Lightning saved load as before. Like these, checkpoints have no random generators.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 
-__all__ = ["RandomStates", "TreeckptIO", "TreeckptModelParallel", "install"]
-_is_alone = "lightning_fabric" in sys.modules or find_spec("lightning") is None
-_fabric: Any = import_module("lightning_fabric" if _is_alone else "lightning.fabric")
-_pytorch: Any = import_module("pytorch_lightning" if _is_alone else "lightning.pytorch")
-_log = logging.getLogger("treeckpt")
+__all__ = ["TreeckptIO", "TreeckptModelParallel", "install"]
+_is_alone = "lightning_fabric" in sys.modules or importlib.util.find_spec("lightning") is None
+_fabric: Any = importlib.import_module("lightning_fabric" if _is_alone else "lightning.fabric")
+_pytorch: Any = importlib.import_module("pytorch_lightning" if _is_alone else "lightning.pytorch")
+_PARTS = {"state_dict": "model", "optimizer_states": "optimizer"}
+"""What a strategy restores, by Lightning's name."""
 
 
 def install() -> None:
     """Has `load_from_checkpoint` of modules and data modules take these checkpoints, too; `TreeckptIO` calls it."""
-    saving: Any = import_module(f"{_pytorch.__name__}.core.saving")
+    saving: Any = importlib.import_module(f"{_pytorch.__name__}.core.saving")
     if not isinstance(saving.pl_load, partial):
         saving.pl_load = partial(_load, saving.pl_load)
 
@@ -57,7 +56,7 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
     def __init__(self, **options: Any) -> None:
         install()
         self.options, self._managers = {"comm": "alone", "keep": None} | options, dict[str, tc.Manager]()
-        self.loaded, self._to_remove = "", list[str]()
+        self._to_remove = list[str]()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -69,15 +68,21 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None, **options: Any) -> Any:
         if os.path.isfile(path):
             return super().load_checkpoint(path, map_location, weights_only=weights_only)
-        step: Any
-        manager, step = self._settle(path, os.path.realpath)
-        if os.path.lexists(path) and not tc.exists(manager.path(step)) and (newest := manager.latest()) is not None:
-            _log.warning("%s: its save was never finished; %s is loaded", path, manager.path(newest))
-            step = newest
         if not callable(map_location) and not isinstance(map_location, dict):
             options["device"] = map_location
+        return self.restore(path, lambda opened: None, **options)
+
+    def restore(self, path: Any, fill: Callable[[Any], object], **options: Any) -> dict[str, Any]:
+        """Calls a function with the opened checkpoint, or the newest if its save was killed, and loads it as a dict."""
+        manager, name = self._settle(path, os.path.realpath)
+        began = os.path.lexists(path) and not tc.exists(manager.path(name))
         take, pickles = tc.Fallback(per_rank="take"), self.options.get("allow_pickle", False)
-        tree, self.loaded = manager.restore(step=step, fallback=take, allow_pickle=pickles, **options), manager.path(step)
+        with manager.open(None if began and manager.names() else name) as opened:
+            assert opened is not None, "an error otherwise"
+            if opened.step != name:
+                logging.getLogger("treeckpt").warning("%s was never finished; %s is loaded", path, opened.path)
+            fill(opened)
+            tree = opened.load(fallback=take, allow_pickle=pickles, **options)
         return {key: part.value if isinstance(part, tc.PerRank) else part for key, part in tree.items()}
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -124,43 +129,22 @@ class TreeckptModelParallel(_pytorch.strategies.ModelParallelStrategy):
         return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves DTensors and parameters of all ranks, loops and loaders of each rank, and what else rank 0 has."""
-        state, parameters = copy.copy(checkpoint["state_dict"]), dict(self.model.named_parameters(remove_duplicate=False))
-        state |= {k: tc.FromRank(v) for k, v in state.items() if k not in parameters and not isinstance(v, DTensor)}
-        own = {"state_dict": state, "loops": tc.PerRank(checkpoint["loops"])}
-        rest = {k: tc.FromRank(v) for k, v in checkpoint.items() if isinstance(v, dict) and k not in own}
-        self.checkpoint_io.save_checkpoint(checkpoint | rest | own, self.broadcast(filepath), storage_options)
+        """Saves parameters and DTensors of all ranks, the loops and loaders of each, and what else rank 0 has."""
+        state, own = copy.copy(checkpoint["state_dict"]), dict(self.model.named_parameters(remove_duplicate=False))
+        state |= {k: tc.FromRank(v) for k, v in state.items() if k not in own and not isinstance(v, DTensor)}
+        tree = {k: tc.FromRank(v) if isinstance(v, dict) else v for k, v in checkpoint.items()}
+        tree |= {"state_dict": state, "loops": tc.PerRank(checkpoint["loops"])}
+        self.checkpoint_io.save_checkpoint(tree, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         if os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt")):
             return super().load_checkpoint(path, weights_only)
-        rename, optimizers = {"state_dict": "model", "optimizer_states": "optimizer"}, self.optimizers or None
-        rest, strict = self.checkpoint_io.load_checkpoint(path, exclude=[*rename]), self.lightning_module.strict_loading
-        source = self.checkpoint_io.loaded
-        tc.training.restore(source, self.model, optimizers, rename=rename, from_root=True, strict=strict)
-        return {key: part for key, part in rest.items() if key not in rename}
+        options = {"rename": _PARTS, "from_root": True, "strict": self.lightning_module.strict_loading}
+        fill = partial(tc.OpenedStep.restore, model=self.model, optimizer=self.optimizers or None, **options)
+        rest = self.checkpoint_io.restore(path, fill, exclude=[*_PARTS])
+        return {key: part for key, part in rest.items() if key not in _PARTS}
 
     def teardown(self) -> None:
         super().teardown()
         self.checkpoint_io.teardown()
-
-
-class RandomStates(_pytorch.Callback):
-    """Continues the generators of each rank, of which Lightning saves none; with another number of ranks, none."""
-
-    _saved: Any = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        states = [tc.training.rng_state()] * (dist.get_world_size() if dist.is_initialized() else 1)
-        if dist.is_initialized():
-            dist.all_gather_object(states, states[0])
-        return {"ranks": states}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict["ranks"]
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if len(self._saved) == trainer.world_size:
-            tc.training.set_rng_state(self._saved[trainer.global_rank])
-        self._saved = ()
