@@ -59,13 +59,20 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
 
 
 @contextlib.contextmanager
-def killed_in_save() -> Iterator[None]:
-    """Stops the processes that write for this one, which begins a save in the body; then kills them and this one."""
+def stopped_writers() -> Iterator[list[int]]:
+    """Stops the processes that write for this one, so that a save of the body is not committed; gives their ids."""
     tasks = Path("/proc/self/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     assert children, "no process writes for this one"
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
-    yield
-    for pid in (*children, os.getpid()):
+    yield children
+
+
+@contextlib.contextmanager
+def killed_in_save() -> Iterator[None]:
+    """Kills this process and those that write for it, when the body has begun a save."""
+    with stopped_writers() as writers:
+        yield
+    for pid in (*writers, os.getpid()):
         os.kill(pid, signal.SIGKILL)
