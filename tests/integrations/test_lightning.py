@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.helpers.framework_job import writers_stopped
+from tests.helpers.framework_job import launch, writers_stopped
 
 ROOT = Path(__file__).parents[2]
 STEPS = 7
@@ -43,16 +43,10 @@ JOBS = (
 )
 
 
-def launch(job: Job, ranks: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(job: Job, ranks: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
-    command += ["-m", "tests.integrations.lightning_job", str(directory), str(STEPS), "--package", job.package]
-    command += ["--strategy", job.strategy, *job.options, *arguments]
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=120, check=False, text=True, stdout=out, stderr=err
-    )
+    given = ("--package", job.package, "--strategy", job.strategy, *job.options, *arguments)
+    return launch("tests.integrations.lightning_job", ranks, str(directory), f"{STEPS}", *given)
 
 
 def outcome(directory: Path, ranks: int) -> dict[str, Any]:
@@ -66,11 +60,11 @@ def outcome(directory: Path, ranks: int) -> dict[str, Any]:
 def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) -> None:
     if importlib.util.find_spec(job.package.partition(".")[0]) is None:
         pytest.skip(f"{job.package} is not installed: `make test-frameworks` installs it")
-    whole = launch(job, job.ranks, tmp_path / "whole")
+    whole = run(job, job.ranks, tmp_path / "whole")
     assert whole.returncode == 0, whole.stdout
-    killed = launch(job, job.ranks, tmp_path / "killed", "--kill-at", "4")
+    killed = run(job, job.ranks, tmp_path / "killed", "--kill-at", "4")
     assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
-    resumed = launch(job, job.resumed, tmp_path / "killed")
+    resumed = run(job, job.resumed, tmp_path / "killed")
     assert resumed.returncode == 0, resumed.stdout
     one, other = outcome(tmp_path / "whole", job.ranks), outcome(tmp_path / "killed", job.resumed)
     steps = {step for step, _ in other["losses"]}
