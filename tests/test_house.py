@@ -55,7 +55,7 @@ PUBLIC_BELOW = {
         for found in pkgutil.iter_modules(torch.distributed.checkpoint.__path__)
         if not found.name.startswith("_") and found.name != "resharding"  # it has private names alone
     },
-    "integrations": {"torchtitan", "transformers"},
+    "integrations": {"accelerate", "lightning", "peft", "ray", "torchtitan", "transformers"},
     "demo": {"fork_ranks", "launch", "model", "tasks", "train"},
 }
 

@@ -91,6 +91,7 @@ def writers_stopped() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def killed_in_save() -> Iterator[None]:
     """Kills the processes that write for this one, and this one, after the body, which begins a save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once another rank is gone: writers would stay
     with writers_stopped() as children:
         yield
         for pid in (*children, os.getpid()):
