@@ -237,3 +237,51 @@ def trials_line(trials: Sequence[Trial], repetitions: int) -> str:
     first = trials[0]
     parts = ", ".join(f"{trial.phase} {trial.seconds:.3f} s" for trial in trials)
     return f"{first.scenario} {first.repetition + 1}/{repetitions} {first.contender}: {parts}"
+
+
+# frameworks -----------------------------------------------------------------------------------------------------------
+
+MAX_BLOCKED, MAX_DURABLE = 0.5, 1.2
+"""Of the framework's own seconds: what treeckpt may take at most."""
+
+
+class FrameworkSummary(msgspec.Struct, frozen=True):
+    """The medians of a framework's saves in seconds, and what treeckpt's are of its own."""
+
+    framework: str
+    saves: int
+    own_blocked: float
+    blocked: float
+    blocked_ratio: float
+    own_durable: float
+    durable: float
+    durable_ratio: float
+
+    @property
+    def state(self) -> str:
+        """Whether both bars are reached."""
+        return "ok" if self.blocked_ratio <= MAX_BLOCKED and self.durable_ratio <= MAX_DURABLE else "short"
+
+
+def print_frameworks(rows: Sequence[FrameworkSummary], missing: Sequence[str]) -> None:
+    """Prints a line for each framework, and the names of those that are not installed."""
+    print_line("")
+    print_line("frameworks: seconds of their own checkpoints, of treeckpt's, and the ratio", "bold")
+    columns = ("framework", "blocks, own", "treeckpt", f"<= {MAX_BLOCKED}", "durable, own", "treeckpt ")
+    columns += (f"<= {MAX_DURABLE}", "bars")
+    cells = [
+        (
+            row.framework,
+            f"{row.own_blocked:.3f}",
+            f"{row.blocked:.3f}",
+            f"{row.blocked_ratio:.2f}x",
+            f"{row.own_durable:.3f}",
+            f"{row.durable:.3f}",
+            f"{row.durable_ratio:.2f}x",
+            row.state,
+        )
+        for row in rows
+    ]
+    print_table(columns, cells, right=columns[1:-1])
+    if missing:
+        print_line(f"not installed: {', '.join(missing)}", "dim")
