@@ -1,4 +1,4 @@
-"""Trains with Ray Train, FSDP2 and `treeckpt.integrations.ray`; goes on from what is there.
+"""Trains with Ray Train, FSDP2 and `treeckpt.integrations.ray` on two nodes of one machine; goes on from what is there.
 
 python -m tests.integrations.ray_job DIRECTORY STEPS WORKERS [--kill-at STEP] [--failures N]
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 # Without clusters, for Ray, all addresses are loopback ones.
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # on a busy machine
 
 import ray
 import ray.train
@@ -68,8 +69,21 @@ def train(config: dict[str, Any]) -> None:
         "losses": losses,
         "resumed_from": found.step if found else 0,
         "known": known,
+        "refusals": refusals(config["directory"]),
     }
     torch.save(outcome, Path(config["directory"], f"outcome-{rank}.pt"))
+
+
+def refusals(directory: str) -> list[str]:
+    """Returns the errors of a manager with a policy of its own, and of one of another run."""
+    found: list[str] = []
+    elsewhere = tc.Manager(Path(directory, "elsewhere"), background=False)
+    for call in (lambda: tc_ray.manager(keep=3), lambda: tc_ray.report({"loss": 0.0}, elsewhere, 1, {"step": 1})):
+        try:
+            call()
+        except tc.TreeckptError as error:
+            found.append(str(error))
+    return found
 
 
 def backward(net: torch.nn.Module, position: int) -> float:
