@@ -44,6 +44,7 @@ NAMES = [
     "MismatchError",
     "ObjectRun",
     "ObjectStore",
+    "OpenedStep",
     "Pending",
     "PendingLoad",
     "PerRank",

@@ -61,6 +61,7 @@ from ._loading.overlay import Bank, From
 from ._loading.run_load import exists, inspect, read_file, rebuild_index, verify
 from ._runs.manager import Manager
 from ._runs.removal import delete
+from ._runs.restore import OpenedStep
 from ._saving.options import BackgroundOptions
 from ._saving.session import Pending
 from .errors import (
@@ -100,6 +101,7 @@ __all__ = [
     "MismatchError",
     "ObjectRun",
     "ObjectStore",
+    "OpenedStep",
     "Pending",
     "PendingLoad",
     "PerRank",

@@ -23,6 +23,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from signal import SIGTERM
 from types import TracebackType
@@ -32,34 +33,23 @@ import msgspec
 
 from .. import _api
 from .._core.format.files import CheckpointId, check_id, check_step, id_name, id_text
-from .._core.tree.structure import key_text
 from .._inspect.deletion import CleanReport
-from .._io.comm.collective import all_gather, ending_together, from_rank0
+from .._io.comm.collective import all_gather, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
 from .._io.process import HEARTBEAT_TIMEOUT
-from .._io.public_calls import check_options, saves, takes_no_save
+from .._io.public_calls import saves, takes_no_save
 from .._io.storage.deletions import GRACE
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.store import RunStore, Store
-from .._loading.options import (
-    IN_PLACE,
-    NO_SALVAGE,
-    ONLY_OF_LOAD,
-    LoadKeywords,
-    Policy,
-    fallback_of,
-    fallback_of_load,
-    policy_of,
-    read_of,
-)
+from .._loading.options import LoadKeywords, Policy
 from .._saving.background import save_async_tree
 from .._saving.options import BackgroundOptions, SidecarContent, check_metadata
 from .._saving.save import save_tree
 from .._saving.session import Pending
-from ..errors import CheckpointNotFound, TreeckptError, TreeError
+from ..errors import CheckpointNotFound, TreeckptError
 from ..reports import SaveReport
 from .catalog import step_info
-from .discovery import links_and_other_names, runs_below
+from .discovery import links_and_other_names
 from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
 from .failures import SaveFailures
 from .notebook import run_html
@@ -70,22 +60,14 @@ from .options import (
     as_policies,
     as_save_options,
     best_policy,
-    check_can_restore,
     is_factory,
+    load_options,
     named_metrics,
+    training_options,
 )
 from .pending_saves import PendingSaves, RetentionRunner
-from .restore import (
-    OBJECTS,
-    READERS,
-    FunctionValue,
-    InputReader,
-    RegisteredState,
-    Restorer,
-    check_name,
-    from_all_disks,
-    restore_from,
-)
+from .registered import FunctionValue, RegisteredState
+from .restore import OpenedStep, Restorer, begin_anew, from_all_disks, restore_from
 from .run import CheckpointSelector, RunDirectory, refuse_link
 from .run_end import EndMark
 from .schedule import LoopState, SaveHistory, SaveSchedule, is_of_workers, training_state
@@ -96,9 +78,6 @@ if TYPE_CHECKING:  # they import torch
     from ..training._report import RestoreReport
 
 _log = logging.getLogger("treeckpt")
-_LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}
-_RESTORE = (*LoadKeywords.__optional_keys__, "together")
-"""The options of `Manager.restore`; `ONLY_OF_LOAD` are none with `into`."""
 WAIT_AFTER_ERROR = 10.0
 """Seconds that leaving a manager's body with an error waits for saves in flight."""
 
@@ -153,10 +132,19 @@ class Manager:
         self._saving_comm = as_comm(comm)
         # Under keys of their own, so that no message of the manager is taken for one of a save.
         self._comm = PrefixComm(self._saving_comm, "manager")
-        self._registered = RegisteredState()
+        self._registered = RegisteredState(self.options.namespace)
         warn, replaces = self._selector.warn_once, options.get("overwrite", False)
         self._history = SaveHistory(self.directory, self._policies, warn, self._comm.rank, replaces=replaces)
-        self._restorer = Restorer(self.directory, self._selector, self._comm, self._saving_comm, self._history)
+        self._restorer = Restorer(
+            self.directory,
+            self._selector,
+            self._comm,
+            self._saving_comm,
+            history=self._history,
+            registered=self._registered,
+            namespace=self.options.namespace,
+            on_restored=self._restored,
+        )
         self.schedule = SaveSchedule(self._saving_comm, every=every, seconds=seconds)
         self._pending = PendingSaves(self._start_clean)
         self._before: Pending | None = None
@@ -207,10 +195,7 @@ class Manager:
             ValueError: the name is taken.
             TreeError: it is or holds a value that cannot be changed in place; use `register_value` for those.
         """
-        objects = self._registered.objects
-        check_name(name, objects, "registered")
-        check_can_restore(f"{OBJECTS}/{key_text(name)}", name, thing, self.options.namespace)
-        objects[name] = thing
+        self._registered.add(name, thing)
 
     def register_value(self, name: str, get: Callable[[], Any], set: Callable[[Any], Any]) -> None:
         """Registers a value: saved with every step under `registered/<name>`, set by every `restore`.
@@ -224,12 +209,7 @@ class Manager:
             ValueError: the name is taken.
             TypeError: `get` or `set` is not callable.
         """
-        objects = self._registered.objects
-        check_name(name, objects, "registered")
-        for what, function in (("get", get), ("set", set)):
-            if not callable(function):
-                raise TypeError(f"expected {what} to be a function, found {function!r:.60}")
-        objects[name] = FunctionValue(get, set)
+        self._registered.add_value(name, get, set)
 
     def registered(self, name: str, default: Any = None) -> Any:
         """Returns what is registered under a name: the object, or the value now; `default` where nothing is.
@@ -255,20 +235,7 @@ class Manager:
             ValueError: the name is taken.
             TreeError: the reader has no methods that return and take its state.
         """
-        readers = self._registered.readers
-        check_name(name, readers, "registered as io state")
-        for dump, load in (("state_dict", "load_state_dict"), ("dump_io_state", "load_io_state")):
-            methods: tuple[Any, Any] = getattr(reader, dump, None), getattr(reader, load, None)
-            if all(map(callable, methods)):
-                owner = reader if dump == "state_dict" else FunctionValue(*methods)
-                readers[name] = InputReader(owner, policy_of(changed, name) or "error")
-                return
-        raise TreeError(
-            f"{READERS}/{name}",
-            expected="an object with state_dict and load_state_dict, or dump_io_state and load_io_state",
-            found=f"a {type(reader).__qualname__}",
-            hint="Wrap it in one that has both",
-        )
+        self._registered.add_reader(name, reader, changed)
 
     # saving --------------------------------------------------------------------------------------------------
 
@@ -492,37 +459,29 @@ class Manager:
             StoreError: nothing could be loaded, and some steps could not be read.
             The errors of `treeckpt.load`.
         """
-        if like is not None and into is not None:
-            raise TreeckptError(self.directory.url, expected="one target", found="like and into")
-        if like is not None and source is not None:
-            hint = "Give it as into, or load it with tc.load(source, like)"
-            raise TreeckptError(self.directory.url, expected="a target to fill", found="source and like", hint=hint)
-        fills = into is not None or source is not None
-        known, of = ({*_RESTORE} - ONLY_OF_LOAD, "restore with into") if fills else (_RESTORE, "restore")
-        check_options(options, known, of)
-        options.setdefault("namespace", self.options.namespace)
-        options["read"] = read_of(options.get("read"), "restore", {**_LINKS, **(IN_PLACE if fills else {})})
-        options["fallback"] = fallback_of_load(options.get("fallback"), "restore")
+        targets = {"like": like, "into": into, "source": source}
+        given = load_options(options, self.options.namespace, "restore", targets)
         if source is not None:
-            options.setdefault("strict", "missing")
-            fill = partial(self._registered.fill, into=into, comm=self._saving_comm, options=options)
-            return restore_from(source, step, fill, self._comm, once=options["read"].once)
-        call = partial(self._registered.restore, like=like, into=into)
-        fills, whole = into is not None or bool(self._registered), like is None and into is None
-        restored = self._restorer.restore(call, step, options, fills=fills, whole=whole)
-        if restored is None:
-            raise CheckpointNotFound(
-                self.directory.url,
-                expected="a checkpoint to restore",
-                found="none",
-                hint="Start anew where latest() is None",
-            )
-        self._restored(restored.count)
-        return restored.result
+            given.setdefault("strict", "missing")
+            fill = partial(self._registered.fill, into=into, comm=self._saving_comm, options=given)
+            return restore_from(source, step, fill, self._comm, once=given["read"].once)
+
+        def load(opened: OpenedStep | None) -> Any:
+            if opened is not None:
+                return opened.load(like, into=into, **given)
+            expected, hint = "a checkpoint to restore", "Start anew where latest() is None"
+            raise CheckpointNotFound(self.directory.url, expected=expected, found="none", hint=hint)
+
+        return self._restorer.first_that_loads(step, load)
 
     @takes_no_save
     def resume(
-        self, model: Modules, optimizer: Optimizers | None = None, **options: Unpack[RestoreKeywords]
+        self,
+        model: Modules,
+        optimizer: Optimizers | None = None,
+        *,
+        step: int | str | None = None,
+        **options: Unpack[RestoreKeywords],
     ) -> RestoreReport | None:
         """Continues a run: restores its newest checkpoint that loads into live objects, with what is registered.
 
@@ -534,6 +493,7 @@ class Manager:
         Args:
             model, optimizer, options: those of `treeckpt.training.restore`, for what `treeckpt.training.state` gave;
                 `namespace` is that of the manager by default, also for what is registered.
+            step: to restore in place of the newest; the steps saved after it become an abandoned branch.
 
         Returns:
             The report; None on a first run, when nothing was saved yet: nothing has changed then, and `count` is 0.
@@ -542,37 +502,52 @@ class Manager:
             where runs lie below.
 
         Raises:
-            CheckpointNotFound: there are checkpoints, none of which can be loaded.
+            CheckpointNotFound: there is no such step, or there are checkpoints, none of which can be loaded.
             StoreError: none could be loaded, and some of them could not be read.
             The errors of `treeckpt.training.restore`.
         """
-        check_options(options, RestoreKeywords.__optional_keys__, "resume")
-        options.setdefault("namespace", self.options.namespace)
-        options["read"] = read_of(options.get("read"), "resume", {**_LINKS, **IN_PLACE})
-        options["fallback"] = fallback_of(options.get("fallback"), "resume", NO_SALVAGE)
-        call = partial(self._registered.restore_training, model=model, optimizer=optimizer)
-        restored = self._restorer.restore(call, None, options, fills=True, whole=False)
-        if restored is None:
-            from ..training._capture import check_objects
-            from ..training._user_state import check_generators
+        given = training_options(options, self.options.namespace, "resume")
 
-            with ending_together(self._comm, "resume", self.directory.url, hint="Nothing has changed"):
-                check_objects(model, optimizer, options, self._comm.rank, allow_pickle=self.options.allow_pickle)
-            if self._comm.rank == 0:
-                url, runs = self.directory.url, runs_below(self.directory.store)
-                below = f". Below it are runs: {', '.join(runs[:5])}" if runs else ""
-                level = logging.WARNING if runs else logging.INFO
-                _log.log(level, "%s: no checkpoint: the training starts anew%s", url, below)
-                check_generators(options.get("loader"))
-            self._loop.tree = partial(training_state, model, optimizer, options)
-            return None
-        self._restored(restored.count)
-        report: RestoreReport = restored.result
+        def restore(opened: OpenedStep | None) -> RestoreReport | None:
+            return None if opened is None else opened.restore(model, optimizer, **given)
+
+        report = self._restorer.first_that_loads(step, restore)
+        if report is None:
+            allow_pickle = self.options.allow_pickle
+            begin_anew(self.directory, self._comm, model, optimizer, given, allow_pickle=allow_pickle)
         # Parts at the root for which no object was given: a last save from the objects here would lack them.
-        unasked = [path for path in report.ignored if "/" not in path]
-        if not unasked and (report.extra is None or options.get("extra") is not None):
-            self._loop.tree = partial(training_state, model, optimizer, options)
-        return msgspec.structs.replace(report, passed_over=restored.passed_over)
+        unasked = [path for path in report.ignored if "/" not in path] if report is not None else []
+        if not unasked and (report is None or report.extra is None or options.get("extra") is not None):
+            self._loop.tree = partial(training_state, model, optimizer, given)
+        return report
+
+    def open(self, step: int | str | None = None) -> AbstractContextManager[OpenedStep | None]:
+        """Opens a step for a restore in parts, as for a framework that reads its own files first and has objects later.
+
+        >>> with tc.Manager("run", keep=3) as manager, manager.open() as opened:
+        ...     if opened is not None:  # it is None on a first run
+        ...         names = opened.files  # opened.read_file(name) has the content of one
+        ...         report = opened.restore(model, rng=False)
+        ...         report = opened.restore_rng()
+        ...     manager.count
+        100
+
+        All ranks open the same step, and end the body together: what fails on one rank in it raises on all. The step is
+        protected from deletion until then, also by other managers. With the first restore from it `count` and the
+        lineage of the next save continue from it. Where a restore finds it damaged, all ranks raise CorruptError, and
+        the next `open` or `resume` of this manager passes over it, which is logged: open again until it loads.
+
+        Args:
+            step: by default the newest that is not known to be damaged.
+
+        Returns:
+            A context manager that gives the `OpenedStep`; None if nothing was saved yet.
+
+        Raises:
+            CheckpointNotFound: there is no such step, or there are checkpoints, none of which can be loaded.
+            StoreError: none could be loaded, and some of them could not be read.
+        """
+        return self._restorer.open_described(step)
 
     def _restored(self, step: int | None) -> None:
         if step is not None:
@@ -732,6 +707,7 @@ class Manager:
         signal, unless its `--shutdown-timeout` says another time: two steps and the save have to fit in it.
 
         Args:
+            signals: `()` listens for `request_save` alone, and may be called in any thread.
             exit: the exit code with which `save` ends the process, on every rank, once that checkpoint is durable; None
                 leaves that to the caller.
             rank_timeout: after the signal, waits for a rank end when it has sent no heartbeat for so many seconds.
@@ -741,6 +717,18 @@ class Manager:
         """
         self._exit = exit
         self.schedule.listen(signals, rank_timeout)
+
+    def request_save(self) -> None:
+        """Has all ranks save, at the same step within two steps, where signals cannot be caught, as in workers of Ray.
+
+        It is called on any rank, in any thread. It only sets a flag: `should_save` and `step` then return the same on
+        every rank. The training goes on after that save: `stopping` stays as it is. Several ranks have to listen, by
+        `save_on_signal(())` before their loops, or by an interval in seconds.
+
+        Raises:
+            TreeckptError: there are other ranks, and they do not listen.
+        """
+        self.schedule.request()
 
     @takes_no_save
     def close(self, timeout: float | None = None) -> None:

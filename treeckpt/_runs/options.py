@@ -15,7 +15,17 @@ from .._core.tree.flatten import flatten, replace_leaves, update_in_place
 from .._core.tree.leaf_differences import Strict
 from .._core.tree.paths import Selection
 from .._io.public_calls import check_options
-from .._loading.options import Fallback, ReadOptions
+from .._loading.options import (
+    IN_PLACE,
+    NO_SALVAGE,
+    ONLY_OF_LOAD,
+    Fallback,
+    LoadKeywords,
+    ReadOptions,
+    fallback_of,
+    fallback_of_load,
+    read_of,
+)
 from .._saving.options import (
     BackgroundOptions,
     SaveOptions,
@@ -27,6 +37,9 @@ from ..policy import All, Best, KeepError, Last, Policy, best_among, check_polic
 from ..rules import Renaming, Transforms
 from .catalog import METRICS
 
+_LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}
+_LOAD = (*LoadKeywords.__optional_keys__, "together")
+"""The options of `Manager.restore`; `ONLY_OF_LOAD` are none with `into`."""
 Keep = Policy | str | Sequence[Policy | str] | int | None
 
 
@@ -60,6 +73,42 @@ class RestoreKeywords(TypedDict, total=False):
     device: Any
     allow_pickle: bool
     namespace: str
+
+
+def training_options(given: RestoreKeywords, namespace: str, call: str) -> dict[str, Any]:
+    """Returns the options of a restore of a training state.
+
+    Args:
+        namespace: of the manager.
+
+    Raises:
+        TypeError: there is no such option, or a group of options is something else.
+        MismatchError: `call` cannot do what a group of options asks for.
+    """
+    check_options(given, RestoreKeywords.__optional_keys__, call)
+    read = read_of(given.get("read"), call, {**_LINKS, **IN_PLACE})
+    fallback = fallback_of(given.get("fallback"), call, NO_SALVAGE)
+    return {"namespace": namespace, **given, "read": read, "fallback": fallback}
+
+
+def load_options(given: LoadKeywords, namespace: str, call: str, targets: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a load of any tree, as `training_options` does.
+
+    Args:
+        targets: `like` of the call, and what it may have in the place of it; None where it is not given.
+
+    Raises:
+        TreeckptError: `like` and another one are given.
+    """
+    others = [name for name, target in targets.items() if name != "like" and target is not None]
+    if others and targets["like"] is not None:
+        found, hint = f"{others[-1]} and like", "Leave like out to fill a tree in place; tc.load(path, like) makes one"
+        raise TreeckptError(call, expected="one target", found=found, hint=hint)
+    known, of = ({*_LOAD} - ONLY_OF_LOAD, f"{call} with into") if others else (_LOAD, call)
+    check_options(given, known, of)
+    read = read_of(given.get("read"), call, {**_LINKS, **(IN_PLACE if others else {})})
+    fallback = fallback_of_load(given.get("fallback"), call)
+    return {"namespace": namespace, **given, "read": read, "fallback": fallback}
 
 
 def as_policies(keep: Keep) -> tuple[Policy, ...]:

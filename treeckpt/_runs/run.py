@@ -427,7 +427,7 @@ class CheckpointSelector:
         self,
         *,
         verify: bool = False,
-        without: Container[CheckpointId] = (),
+        without: Container[str | None] = (),
         busy: Container[str] = (),
         passed_over: list[str] | None = None,
     ) -> CheckpointInfo | None:
@@ -435,7 +435,7 @@ class CheckpointSelector:
 
         Args:
             verify: reads everything and compares checksums.
-            without: steps to leave out.
+            without: the ids of saves to leave out.
             busy: directories in which a save is known to be under way: no warning is logged for them.
             passed_over: gets the path of each damaged checkpoint and link that is newer, or may be, with what is wrong.
 
@@ -451,7 +451,7 @@ class CheckpointSelector:
                     "No older one is taken in its place",
                 )
                 raise StoreError(info.path, expected=expected, found=info.error or "", hint=hint)
-            if step_info(info).step in without:
+            if info.save_id in without:
                 continue
             why = info.error or info.files if info.files != "complete" else ""
             if not why and verify:
@@ -555,11 +555,12 @@ class CheckpointSelector:
         return None
 
     def choose(
-        self, step: CheckpointId | None, tried: Collection[CheckpointId], passed_over: list[str]
+        self, step: CheckpointId | None, failed: Collection[str | None], passed_over: list[str]
     ) -> CheckpointInfo | None:
-        """Returns the checkpoint to restore: that of `step`, or the newest that was not tried yet; None without any.
+        """Returns the checkpoint to restore: that of `step`, or the newest that has not failed; None without any.
 
         Args:
+            failed: the ids of saves that could not be loaded.
             passed_over: as for `newest`.
 
         Raises:
@@ -576,11 +577,11 @@ class CheckpointSelector:
             if self._one_disk and info.disks:
                 raise OtherDisks
             return info
-        newest = self.newest(without=tried, passed_over=passed_over)
+        newest = self.newest(without=failed, passed_over=passed_over)
         if newest is None and (foreign := describe_foreign(self.directory.url)) is not None:
             expected = "a run of checkpoints of treeckpt"
             raise CheckpointNotFound(self.directory.url, expected=expected, found=foreign[0], hint=foreign[1])
-        if newest is None and (tried or passed_over):
+        if newest is None and (failed or passed_over):
             raise CheckpointNotFound(
                 self.directory.url,
                 expected="a checkpoint to restore",

@@ -137,7 +137,7 @@ class _SchedulePlan(msgspec.Struct, array_like=True):
     decided: int
     """The last call for which there is a decision."""
     due: list[int]
-    """Calls at which the interval in seconds has passed."""
+    """Calls at which the interval in seconds has passed, or a save was requested."""
     stop: int
     """The call at which a signal makes all ranks save, 0 for none."""
 
@@ -166,7 +166,10 @@ class SaveSchedule:
         """The step of the last call if that has not come to its end: made again, it is not counted again."""
         self._plan = _SchedulePlan(1, [], 0)
         self.signum = 0
-        self._signal_posted = self.listening = False
+        self._signal_posted = self._request_posted = self.listening = False
+        self._requested = False
+        self._requested_by = 0
+        """The call before which this rank was asked for a save; 0 once one was due after that."""
         self._handlers: dict[int, Any] = {}
         self.stopping = False
         """Whether the last save was due because of a signal."""
@@ -174,6 +177,26 @@ class SaveSchedule:
     def restart(self) -> None:
         """Restarts the interval in seconds."""
         self._last = self.clock()
+
+    def request(self) -> None:
+        """Requests a save on all ranks; from any thread.
+
+        Raises:
+            TreeckptError: other ranks do not listen.
+        """
+        if self._comm.size > 1 and not self._posts:
+            raise TreeckptError(
+                "request_save",
+                expected="ranks that listen for requests of others",
+                found="an interval in steps alone",
+                hint="Call save_on_signal(()) on every rank before the loop; with signals it listens for these too",
+            )
+        self._requested = True
+
+    @property
+    def _posts(self) -> bool:
+        """Whether rank 0 decides, and posts what it has decided."""
+        return self._seconds is not None or self.listening
 
     def due(self, step: int) -> bool:
         """Whether to save this step. Call it once per step, on every rank."""
@@ -185,19 +208,24 @@ class SaveSchedule:
 
     def _due(self, step: int) -> bool:
         at_interval = self._every is not None and step > 0 and step % self._every == 0
-        if self._seconds is None and not self.listening:
-            return at_interval
+        if self._requested:
+            self._requested, self._requested_by = False, self._calls
         if self._comm.size == 1:
             stop, self.stopping = (
                 bool(self.signum) and not self.stopping,
                 self.stopping or bool(self.signum),
             )
-            return at_interval or stop or self._is_time()
+            is_requested, self._requested_by = bool(self._requested_by), 0
+            return at_interval or stop or is_requested or self._is_time()
+        if not self._posts:
+            return at_interval
         if self._comm.rank == 0:
             plan = self._decide()
         else:
             self._post_signal()
             plan = self._plan = self._read_plan()
+        if self._requested_by <= max(plan.stop, *plan.due, 0):
+            self._requested_by = 0
         if self._calls == plan.stop:
             self.stopping = True
         return at_interval or self._calls in (plan.stop, *plan.due)
@@ -214,20 +242,25 @@ class SaveSchedule:
         """On rank 0: decides about the next call; returns the decisions."""
         plan, following = self._plan, self._calls + 1
         due, stop = plan.due[-_KEPT_DECISIONS:], plan.stop
-        if self._is_time():
+        signal, request = self._comm.wait([self._key("signal"), self._key("request")], 0)
+        requested_by = max(self._requested_by, int(request or 0))
+        if self._is_time() or requested_by > max(stop, *due, 0):
             due = [*due, following]
             self.restart()
-        if not stop and self.listening and (self.signum or self._comm.wait([self._key("signal")], 0)[0] is not None):
+        if not stop and self.listening and (self.signum or signal is not None):
             stop = following
         self._plan = _SchedulePlan(following, due, stop)
         self._comm.post(self._key("plan"), msgspec.msgpack.encode(self._plan))
         return self._plan
 
     def _post_signal(self) -> None:
-        """On other ranks: posts a signal once, for rank 0."""
+        """On other ranks: posts a signal once, for rank 0, and a request until a save is due."""
         if self.signum and not self._signal_posted:
             self._signal_posted = True
             self._comm.post(self._key("signal"), b"%d" % self.signum)
+        if self._requested_by:  # again, as that of another rank may have taken its place
+            self._request_posted = True
+            self._comm.post(self._key("request"), b"%d" % self._requested_by)
 
     def _read_plan(self) -> _SchedulePlan:
         """On other ranks: waits for the decision about this call; it is mostly there already."""
@@ -304,8 +337,8 @@ class SaveSchedule:
         if self._handlers:
             TERMINATION.stop_listening(ended=error is None or not self.stopping)
         self._handlers.clear()
-        if self._signal_posted:
-            self._comm.drop([self._key("signal")])
+        posted = {"signal": self._signal_posted, "request": self._request_posted}
+        self._comm.drop([self._key(what) for what, there in posted.items() if there])
         if error is not None and self.signum and not self.stopping:
             name = signal.Signals(self.signum).name
             _log.error("treeckpt: ends by %s without a last save: %s: %s", name, type(error).__name__, error)
