@@ -146,6 +146,31 @@ def a_manager_resumes_from_both_disks(here: Rank) -> None:
 
 
 @case("loads")
+def a_manager_opens_a_step_that_one_host_or_both_have(here: Rank) -> None:
+    """What is beside it comes from a disk that has it, whether or not that is rank 0's."""
+    for hosts in ((0,), (1,), (0, 1)):
+        run = here.directory / LOCAL / f"opened {hosts}"
+        model, optimizer = model_and_optimizer(1)
+        state = tc.training.state(model, optimizer)
+        options = {"files": {"state.json": b"{}"}, "custom_metadata": {"epoch": 3}}
+        if len(hosts) == 2:
+            with tc.Manager(run, keep=None, background=False) as manager:
+                manager.save(3, state, **options)
+            dist.barrier()
+        else:
+            path = run / "step_00000003"
+            alone(here, 2 * hosts[0], lambda s=state, p=path, o=options: tc.save(p, s, comm="alone", step=3, **o))
+        fresh, other = model_and_optimizer(2)
+        with tc.Manager(run, keep=None, background=False) as manager, manager.open() as opened:
+            assert opened is not None and (opened.step, opened.custom_metadata) == (3, {"epoch": 3})
+            assert opened.files == ("state.json",) and opened.read_file("state.json") == b"{}"
+            opened.restore(fresh, rng=False)
+            opened.restore(fresh, other, rng=False)
+            assert torch.equal(fresh.weight, model.weight) and manager.count == 3
+            assert torch.equal(other.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@case("loads")
 def a_manager_resumes_what_one_host_has_saved(here: Rank) -> None:
     """A job of one host, that goes on with a second one: what it saved names no disks."""
     for host in (0, 1):

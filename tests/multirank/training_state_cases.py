@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -777,6 +779,32 @@ def ranks_resume_one_step_past_a_broken_one(here: Rank) -> None:
         assert len(report.passed_over) == 1 and "step_00000002" in report.passed_over[0], report.passed_over
         found = whole_state(again)
         assert all(bits(found[name]) == bits(oracle[name]) for name in oracle)
+    again, fresh, state = start("fsdp", 5)
+    opened_steps: list[object] = []
+    for _ in range(2):
+        with contextlib.suppress(tc.CorruptError), fresh.open() as opened:
+            assert opened is not None
+            opened_steps.append(opened.step)
+            opened.restore(*again.given, scheduler=again.scheduler, rng=False)
+            opened.restore_rng()
+    assert (opened_steps, fresh.count, state) == ([2, 1], 1, {"steps": 1})
+    found = whole_state(again)
+    assert all(bits(found[name]) == bits(oracle[name]) for name in oracle)
+
+
+@case("two train")
+def a_request_of_one_rank_has_both_save(here: Rank) -> None:
+    saved: list[int] = []
+    with tc.Manager(here.directory / "requested", background=False) as manager:
+        manager.save_on_signal(())
+        for step in range(1, 12):
+            if here.rank == 1 and step == 5:
+                threading.Thread(target=manager.request_save).start()
+            if manager.should_save(step):
+                manager.save(step, {"step": step})
+                saved.append(step)
+            dist.barrier()
+        assert manager.steps() == saved and len(saved) == 1 and saved[0] >= 5
 
 
 @case("two train")

@@ -526,9 +526,8 @@ class Manager:
 
         >>> with tc.Manager("run", keep=3) as manager, manager.open() as opened:
         ...     if opened is not None:  # it is None on a first run
-        ...         names = opened.files  # opened.read_file(name) has the content of one
-        ...         report = opened.restore(model, rng=False)
-        ...         report = opened.restore_rng()
+        ...         states = [opened.read_file(name) for name in opened.files]
+        ...         report = opened.restore(model, rng=False)  # and opened.restore_rng() once all else is in place
         ...     manager.count
         100
 

@@ -102,7 +102,7 @@ def load_options(given: LoadKeywords, namespace: str, call: str, targets: Mappin
     """
     others = [name for name, target in targets.items() if name != "like" and target is not None]
     if others and targets["like"] is not None:
-        found, hint = f"{others[-1]} and like", "Leave like out to fill a tree in place; tc.load(path, like) makes one"
+        found, hint = f"like and {others[0]}", "Leave like out to fill a tree in place; tc.load(path, like) makes one"
         raise TreeckptError(call, expected="one target", found=found, hint=hint)
     known, of = ({*_LOAD} - ONLY_OF_LOAD, f"{call} with into") if others else (_LOAD, call)
     check_options(given, known, of)

@@ -26,6 +26,8 @@ from .._core.format.index import INDEX_NAME
 from .._core.text import count_text
 from .._core.tree.value_codec import Value, decode_value
 from .._io.comm.collective import (
+    Conclusion,
+    Exchange,
     all_gather,
     ending_together,
     from_rank0,
@@ -216,13 +218,14 @@ class Restorer:
                 error.add_hint(_PARTLY_FILLED)
             self.search = _Search()
             raise
-        known = self.search.passed_over
-        known += [text for text in choice.passed_over if text not in known]
+        passed_over = self.search.passed_over
+        passed_over += [text for text in choice.passed_over if text not in passed_over]
         if choice.step is None:
             yield None
             return
         with self._lease(choice):
-            opened = OpenedStep(self, choice, self._chosen, self._known)
+            known, self._known = self._known, None
+            opened = OpenedStep(self, choice, self._chosen, known)
             yield opened
         if opened.restored and not opened.damaged:
             self.search = _Search()
@@ -241,8 +244,8 @@ class Restorer:
                 held.close()
             if opened is not None:
                 # ranks may read its files by themselves, under the lease of rank 0
-                ending = ending_together(self.comm, f"{opened.path} opened", opened.path, hint=_PARTLY_FILLED)
-                held.enter_context(ending)
+                hint = "What was to be restored may be restored on some ranks only"
+                held.enter_context(ending_together(self.comm, f"{opened.path} opened", opened.path, hint=hint))
             yield opened
 
     def _complete_saves(self, disks: RunDisks) -> None:
@@ -274,14 +277,15 @@ class Restorer:
         Raises:
             MismatchError: ranks ask for different steps.
         """
-        choice, is_first = self._choice_of_rank0(step, at_once=False), True
-        while True:
-            topic = f"{choice.path} open"
-            seen = all_gather(self.comm, topic, partial(self._sees, choice, step), bool)
-            if all(seen) or not any(seen) or not is_first:
-                return choice
-            # a job of fewer hosts has saved it
-            choice, is_first = self._choice_of_rank0(step, at_once=True), False
+        choice = self._choice_of_rank0(step, at_once=False)
+        if self.comm.size == 1:
+            return choice
+        with Exchange(self.comm, f"{choice.path} open") as exchange:
+            alike = exchange.step(
+                lambda: b"%d" % self._sees(choice, step), lambda seen: Conclusion(len({*seen.values()}) == 1), bool
+            )
+        # otherwise a job of fewer hosts has saved it
+        return choice if alike else self._choice_of_rank0(step, at_once=True)
 
     def _choice_of_rank0(self, step: CheckpointId | None, *, at_once: bool) -> _RestoreChoice:
         unread, topic = self.search.unread, f"{self.directory.url} restore"

@@ -7,6 +7,7 @@ in step do not wait. A signal handler only sets a flag: the next call on that ra
 after that decides, and all ranks save at the call after: within two steps of the signal, and at the same step on every
 rank. After the signal, waits for a rank without heartbeats end after a few seconds (`_io.comm.waiting`).
 
+A request of a save by a thread is posted and decided in the same way, again and again until a save is due after it.
 Without `seconds` and without signals nothing is posted at all.
 
 torchrun and SLURM send the signal to every process of a rank. A worker of a `DataLoader` dies of it, torch raises
