@@ -1,6 +1,6 @@
 """Trains with Ray Train, FSDP2 and `treeckpt.integrations.ray` on two nodes of one machine; goes on from what is there.
 
-python -m tests.integrations.ray_job DIRECTORY STEPS WORKERS [--kill-at STEP] [--failures N]
+python -m tests.integrations.ray_job DIRECTORY STEPS WORKERS [--kill-at STEP] [--failures N] [--request-at STEP]
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def train(config: dict[str, Any]) -> None:
             total = torch.tensor(loss / BATCHES)
             dist.all_reduce(total)
             losses[step] = total.item()
+            if step == config["request_at"]:
+                manager.request_save()
             if manager.should_save(step):
                 killed = Path(config["directory"], "killed")
                 dies = step == config["kill_at"] and rank == 1 and not killed.exists()
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("workers", type=int)
     parser.add_argument("--kill-at", type=int, help="the step whose save rank 1 does not survive")
+    parser.add_argument("--request-at", type=int, help="the step at which a save is requested")
     parser.add_argument("--failures", type=int, default=0, help="after which Ray starts the workers again")
     options = parser.parse_args()
     cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -127,7 +130,7 @@ def main() -> None:
         cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2")
     trainer = ray.train.torch.TorchTrainer(
         train,
-        train_loop_config={"directory": str(options.directory), "steps": options.steps, "kill_at": options.kill_at},
+        train_loop_config={**vars(options), "directory": str(options.directory)},
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers),
         run_config=ray.train.RunConfig(
             name="run",

@@ -69,8 +69,8 @@ def test_a_run_killed_inside_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
     unfinished = tmp_path / "fewer/run/step_00000006"
     assert list(unfinished.glob("shard-00000-of-00002.*")) and not tc.exists(unfinished)
     assert unfinished.name not in listed_by_ray(tmp_path / "fewer")
-    fewer = launch(tmp_path / "fewer", 1)
+    fewer = launch(tmp_path / "fewer", 1, "--request-at", "7")
     assert fewer.returncode == 0, fewer.stdout
     (one,) = outcomes(tmp_path / "fewer")
     check_same(whole, one, 4)
-    assert listed_by_ray(tmp_path / "fewer")[-1] == unfinished.name and tc.verify(unfinished).ok
+    assert listed_by_ray(tmp_path / "fewer") == [unfinished.name, "step_00000007"] and tc.verify(unfinished).ok

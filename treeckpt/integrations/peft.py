@@ -1,10 +1,10 @@
 """PEFT: the state of adapters without the frozen base, and the files that `PeftModel.from_pretrained` loads.
 
-    from treeckpt.integrations.peft import export, peft_state
+from treeckpt.integrations.peft import export, peft_state
 
-    manager.save(step, peft_state(model, optimizer))
-    manager.resume(model, optimizer, strict="missing")  # the base stays as it is
-    export(manager.path(step), model, "adapter")
+manager.save(step, peft_state(model, optimizer))
+manager.resume(model, optimizer, strict="missing")  # the base stays as it is
+export(manager.path(step), model, "adapter")
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def export(source: Any, model: Any, destination: str | os.PathLike[str]) -> None
     saved = tc.load(source, select=[f"model/{name}" for name in names], comm="alone")["model"]
     state = {name: tensor for name, tensor in saved.items() if tensor is not ...}
     if hasattr(peft, PROMPTS):  # PEFT computes the prompts from the module, whatever the state is
-        peft = _with_prompts(peft, {n.removeprefix(f"{PROMPTS}."): t for n, t in state.items() if n.startswith(PROMPTS)})
+        peft = _with_prompts(
+            peft, {n.removeprefix(f"{PROMPTS}."): t for n, t in state.items() if n.startswith(PROMPTS)}
+        )
     peft.save_pretrained(os.fspath(destination), state_dict=state)
 
 

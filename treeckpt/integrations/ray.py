@@ -15,8 +15,8 @@ The workers save their shards straight into the directory of Ray's run, in the b
 when they restore. Nothing is copied by Ray. A worker that is killed inside a save leaves nothing in Ray's list.
 
 Ray decides which checkpoints stay, by `CheckpointConfig(num_to_keep=...)`: with fewer than 2 there is none to fall back
-to. Its training functions run in threads, which catch no signals: in the place of `Manager.save_on_signal`, call
-`manager.request_save()` where `ray.train.get_preemption_info()` returns something.
+to. Training functions run in threads, which catch no signals: call `manager.save_on_signal(())` before the loop, and in
+it `manager.request_save()` where, say, `ray.train.get_preemption_info()` returns something.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.train  # pyright: ignore[reportMissingImports]
 
 import treeckpt as tc
-
-if TYPE_CHECKING:
-    from ..training import RestoreReport
 
 __all__ = ["manager", "report", "restore"]
 
@@ -49,7 +46,7 @@ def manager(**options: Any) -> tc.Manager:
         TreeckptError: Ray stores the run in a file system of another kind than a directory, S3, GCS or Azure; or `keep`
             was given: Ray does not start again where a checkpoint of its list is gone.
     """
-    storage = ray.train.get_context().get_storage()
+    storage: Any = ray.train.get_context().get_storage()
     kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
     if "keep" in options:
         hint = "Give the trainer RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
@@ -112,7 +109,7 @@ def report(
     )
 
 
-def restore(manager: tc.Manager, model: Any, optimizer: Any = None, **options: Any) -> RestoreReport | None:
+def restore(manager: tc.Manager, model: Any, optimizer: Any = None, **options: Any) -> tc.training.RestoreReport | None:
     """Continues a run: as `Manager.resume`, from the newest checkpoint that is committed and loads.
 
     That may be one of which Ray has not heard, as its workers ended before: it is reported to Ray.
@@ -140,7 +137,7 @@ def restore(manager: tc.Manager, model: Any, optimizer: Any = None, **options: A
 
 def _checkpoint(path: str) -> Any:
     """Returns Ray's name of a checkpoint."""
-    storage = ray.train.get_context().get_storage()
+    storage: Any = ray.train.get_context().get_storage()
     run, _, name = path.rstrip("/").rpartition("/")
     run, place = run.partition("://")[2] or os.path.realpath(run), storage.experiment_fs_path
     if run not in (place, os.path.realpath(place)):

@@ -1,9 +1,9 @@
 """transformers: a Trainer on treeckpt's checkpoints, and load rules for names of the hub.
 
-    from treeckpt.integrations.transformers import TreeckptTrainer
+from treeckpt.integrations.transformers import TreeckptTrainer
 
-    trainer = TreeckptTrainer(model=model, args=args, train_dataset=data)  # as transformers.Trainer
-    trainer.train(resume_from_checkpoint=True)  # the newest `checkpoint-<step>` that is whole
+trainer = TreeckptTrainer(model=model, args=args, train_dataset=data)  # as transformers.Trainer
+trainer.train(resume_from_checkpoint=True)  # the newest `checkpoint-<step>` that is whole
 """
 
 from typing import Any

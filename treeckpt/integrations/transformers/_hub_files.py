@@ -98,4 +98,6 @@ class HubFiles:
 def _made_in(folder: Path) -> list[Path]:
     """Returns the files and directories that were made in a step's directory."""
     there = folder.iterdir() if folder.is_dir() else ()
-    return [one for one in there if one.is_dir() or (one.suffix == ".safetensors" and not one.name.startswith("shard-"))]
+    return [
+        one for one in there if one.is_dir() or (one.suffix == ".safetensors" and not one.name.startswith("shard-"))
+    ]

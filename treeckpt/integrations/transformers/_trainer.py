@@ -65,7 +65,10 @@ class TreeckptMixin(_Base):
         if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
             hint = "Leave TreeckptMixin out: these save their own state"
             raise tc.TreeckptError("args", expected="plain training, DDP or FSDP2", found="DeepSpeed or XLA", hint=hint)
-        with self.make_manager(self._get_output_dir(trial)) as self._manager, HubFiles(self, self._manager) as self._hub:
+        with (
+            self.make_manager(self._get_output_dir(trial)) as self._manager,
+            HubFiles(self, self._manager) as self._hub,
+        ):
             while True:
                 with contextlib.ExitStack() as self._reading:
                     path = self._open(resume_from_checkpoint)
