@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from treeckpt._core.format.files import is_step_name
 from treeckpt._core.text import bytes_text
 from treeckpt._io.os_errors import shows_damage, wrap_read_error
 from treeckpt._io.storage.foreign_formats import DCP_METADATA, TORCH_SUFFIXES, describe_foreign
@@ -18,6 +17,7 @@ from treeckpt._io.storage.local_files import follows_links
 from treeckpt._io.storage.local_store import LocalRun, LocalStore
 from treeckpt._io.storage.store import DirectoryEntry, Store
 from treeckpt._runs.catalog import CheckpointInfo
+from treeckpt._runs.step_names import has_steps
 from treeckpt.errors import FormatError, StoreError, visible
 
 MAX_METADATA = 64 << 20
@@ -72,7 +72,7 @@ def is_foreign(path: Path) -> bool:
     """Whether a path is a checkpoint of another program, and no run of such."""
     if not (path.is_file() or path.is_dir()) or describe_foreign(str(path)) is None:
         return False
-    return path.is_file() or not any(is_step_name(child.name) for child in path.iterdir() if child.is_dir())
+    return path.is_file() or not has_steps(LocalStore(path))
 
 
 def look_at_foreign(folder: Store, info: CheckpointInfo, inside: Path | None) -> CheckpointInfo:

@@ -14,11 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from treeckpt._core.format.files import step_of
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
 from treeckpt._inspect.outline import Outline
@@ -28,7 +27,7 @@ from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_run
 from treeckpt._io.storage.store import DirectoryEntry, RunStore, Store
 from treeckpt._runs import catalog, discovery
-from treeckpt._runs.catalog import CheckpointInfo, Status, with_verification
+from treeckpt._runs.catalog import CheckpointInfo, Status, with_named_step, with_verification
 from treeckpt._threads import call_in_thread
 from treeckpt.errors import CheckpointNotFound, StoreError, TreeckptError, visible
 from treeckpt.policy import Policy
@@ -146,7 +145,7 @@ class _SingleCheckpoint(RunStore):
 
 def _unread(folder: Store) -> UnreadInfo:
     text = "its index is being read for the first time"
-    return UnreadInfo(folder.name, folder.place, "partial", step_of(folder.name), error=text)
+    return cast(UnreadInfo, with_named_step(UnreadInfo(folder.name, folder.place, "partial", error=text), ()))
 
 
 def _id(*parts: str) -> str:
@@ -204,6 +203,8 @@ class Library:
         self._clock = clock
         self._reader = IndexReader(self.cache)
         self._studies = LruStatCache(6)
+        self._indexes = LruStatCache(1000)
+        """Of runs in folders of runs, what shows how they name steps."""
         self.watches: dict[str, RunWatcher] = {}
         self._given = [(_run(path), isinstance(path, (str, Path))) for path in paths]
         """What was given, and whether it may be a folder of runs."""
@@ -248,7 +249,7 @@ class Library:
             if run.id not in folders or (watch and any(info.files != "foreign" for info in watch.infos)):
                 continue
             try:
-                inside = discovery.runs_in(open_run(run.url or str(run.path)))
+                inside = discovery.runs_in(open_run(run.url or str(run.path)), self._indexes)
             except (OSError, TreeckptError):  # the page of the run says why; what was found before stays
                 continue
             known = {one.id: one for one in self._inside.get(run.id, ())}
@@ -271,7 +272,8 @@ class Library:
             return DirectoryState(_unread(folder), None, folder)
         except (OSError, StoreError) as error:  # of a mounted or remote store
             problem = f"it could not be read: {error}"
-            return DirectoryState(CheckpointInfo(name, folder.place, "unread", step_of(name), error=problem), None)
+            info = with_named_step(CheckpointInfo(name, folder.place, "unread", error=problem), ())
+            return DirectoryState(info, None)
 
     def _look(self, run: Run, folder: Store) -> CheckpointInfo:
         cache, follow = self.summary_cache(run), not self.is_run(run)

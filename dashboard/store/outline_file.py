@@ -24,7 +24,7 @@ from treeckpt._core.text import json_number
 from treeckpt._core.tree.structure import Structure
 from treeckpt._foreign.foreign_checkpoint import ForeignIndex
 from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
-from treeckpt._runs.catalog import Summary, summarize_index
+from treeckpt._runs.index_summary import Summary, summarize_index
 
 VERSION = "8"
 """Version of this format, in the name of the cache directory: other versions use other directories."""

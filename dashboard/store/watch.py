@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from treeckpt._core.format.files import step_of
+from treeckpt._core.format.files import numbers_in
 from treeckpt._io.storage.store import RunStore, Store
 from treeckpt._runs.catalog import CONCURRENT_READS, CheckpointInfo, in_listing_order
 from treeckpt.errors import TreeckptError, visible
@@ -243,7 +243,7 @@ class RunWatcher:
         """Forgets directories that are gone; returns the names of those that exist, the newest steps first."""
         if found.keys() == self._known.keys() == set(self._names):
             return self._names
-        names = self._names = sorted(found, key=lambda name: (-(step_of(name) or 0), name))
+        names = self._names = sorted(found, key=lambda name: (-max(numbers_in(name), default=0), name))
         with self._lock:
             gone = self._known.keys() - found.keys()
             for name in gone:

@@ -6,8 +6,10 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.dcp.FRAMEWORK_job DI
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,16 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
         "resumed_from": resumed_from,
     }
     torch.save(outcome, directory / f"outcome-{dist.get_rank()}.pt")
+
+
+@contextlib.contextmanager
+def killed_in_save() -> Iterator[None]:
+    """Stops the processes that write for this one, which begins a save in the body; then kills them and this one."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    assert children, "no process writes for this one"
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in (*children, os.getpid()):
+        os.kill(pid, signal.SIGKILL)

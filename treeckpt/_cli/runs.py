@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from .._core.columns import bytes_column, numbers_column, seconds_column
-from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name, step_of
+from .._core.format.files import MAX_STEP, CheckpointId, check_id, id_text, is_number_text, is_step_name
 from .._core.text import ago_text, bytes_text, count_text, json_number, time_text
 from .._inspect.deletion import CleanReport, Removal, RetainedDirectory
 from .._io.storage.deletions import GRACE
@@ -498,10 +498,7 @@ def _gc(options: argparse.Namespace) -> int:
 
 def _no_runs(path: str, run: RunDirectory) -> str:
     """Returns the error where a directory of runs is named in place of one of them, empty if it is none."""
-    names = run.store.names()
-    if any(map(is_step_name, names)):
-        return ""
-    runs = [name for name in names if any(map(is_step_name, open_run(run.store.folder(name).place).names()))]
+    runs = [place.rstrip("/").rpartition("/")[2] for place in discovery.runs_in(run.store)]
     if not runs:
         return ""
     more = f" and {len(runs) - SHOWN_NAMES} more" * (len(runs) > SHOWN_NAMES)
@@ -584,7 +581,7 @@ def no_checkpoint(options: argparse.Namespace) -> str:
     for path in (getattr(options, name, None) for name in ("checkpoint", "first", "second")):
         if path is None or is_checkpoint(path):
             continue
-        newest = next((info.path for info in scan(path) if info.status != "foreign" and is_step_name(info.name)), None)
+        newest = next((info.path for info in scan(path) if info.status != "foreign" and id_of(info) is not None), None)
         if newest is not None:
             return f"{path}: a run, not a checkpoint. Name one that it has, as {newest}; treeckpt ls {path} lists all"
     return ""
@@ -600,7 +597,7 @@ def _misses(run: RunDirectory, options: argparse.Namespace) -> str:
 
 def _no_steps(run: RunDirectory, infos: Sequence[CheckpointInfo], steps: Sequence[int]) -> str:
     """Returns the error, with the steps that can be loaded, where steps are named that the run has not."""
-    there = {step_of(info.name) for info in infos if info.status in ("complete", "damaged")}
+    there = {info.named_step for info in infos if info.status in ("complete", "damaged")}
     absent = [str(step) for step in steps if step not in there]
     if not absent:
         return ""

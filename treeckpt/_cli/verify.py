@@ -24,6 +24,7 @@ from .._runs.catalog import CheckpointInfo
 from .._runs.progress_bar import counting_bar, stores_bar
 from .._runs.repair_advice import repair_advice
 from .._runs.statistics_store import StatisticsStore
+from .._runs.step_names import has_steps
 from .._runs.verification import (
     NO_CACHE,
     VerificationStore,
@@ -63,7 +64,7 @@ def add_verify(commands: Commands) -> None:
 def _verify(options: argparse.Namespace) -> int:
     shown, path = progress_of(options), options.checkpoint
     alone = options.repair or options.statistics
-    if not alone and (not discovery.is_checkpoint(path) or catalog.has_steps(open_store(path))):
+    if not alone and (not discovery.is_checkpoint(path) or has_steps(open_store(path))):
         found = discovery.scan(path) if discovery.run_exists(path) else []
         if any(info.files not in ("partial", "foreign") for info in found):
             return _verify_run(options, found)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -20,34 +20,27 @@ import msgspec
 
 from .._core.format.files import (
     PIN_NAME,
+    STEP_PATTERN,
     CheckpointId,
     ended_name,
-    id_name,
-    is_step_name,
     parse_file_name,
     parse_progress_name,
     step_name,
     step_of,
-    stored_name,
     verdict_name,
 )
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from .._core.format.lineage import Lineage, LineageOrder, LineagePosition, SavedCheckpoint
-from .._core.format.records import Index
 from .._core.format.shard_header import parse_shard_name, saves_of_all_ranks
 from .._core.format.timings import Timings
-from .._core.text import bytes_text, count_text, json_number, ranks_text
-from .._core.tree.value_codec import Value, decode_value
+from .._core.text import bytes_text, count_text, json_number
 from .._inspect.profile import profile_of
 from .._io.os_errors import wrap_read_error
 from .._io.storage import checkpoint
 from .._io.storage.checkpoint import (
-    KnownIndex,
     LruStatCache,
     NewestIndex,
     StatCache,
-    decode_and_check,
-    read_index_bytes,
 )
 from .._io.storage.open import open_store
 from .._io.storage.shard_reader import check_missing
@@ -56,104 +49,16 @@ from .._threads import ThreadPool
 from ..errors import CheckpointNotFound, CorruptError, StoreError, TreeckptError, visible
 from ..policy import StepInfo
 from .active_saves import SaveUnderWay, saves_under_way
+from .index_summary import Summary, read_summary, summarize_index
 from .run_end import RunEnd, read_end
+from .step_names import recorded_patterns, superseded
 from .verification import Verification, VerificationStore
 
 T = TypeVar("T")
-METRICS = "metrics"
-"""The key of custom metadata that holds a checkpoint's metrics: a dict of names and numbers."""
 CONCURRENT_READS = 64
 """Folders of an object store that are read at a time, at most."""
 READ_MEMORY = 512 << 20
 """Bytes of indexes that are read at a time, at most, unless one is larger."""
-
-
-class Summary(msgspec.Struct, frozen=True, gc=False):
-    """The parts of an index that a list of checkpoints needs."""
-
-    save_id: str
-    step: int | None
-    world: int
-    leaves: int
-    nbytes: int
-    created_ns: int
-    sizes: tuple[tuple[str, int], ...]
-    """Every shard and the size of its file."""
-    metrics: dict[str, float]
-    held_nbytes: int
-    lineage: Lineage | None = None
-    sidecars: tuple[tuple[str, int], ...] = ()
-    """Every sidecar file, by its name in the directory, and its size."""
-    disks: tuple[tuple[str, ...], ...] = ()
-    """Of a node-local checkpoint, the shards of each disk."""
-    hosts: tuple[str, ...] = ()
-    """The host of each of these disks, with the ranks that wrote there, as text."""
-
-    def disks_here(self, files: Container[str]) -> list[int]:
-        """Returns the numbers of the disks of which a shard is among these files."""
-        return [number for number, names in enumerate(self.disks) if any(name in files for name in names)]
-
-    def sizes_here(self, files: Container[str]) -> tuple[tuple[str, int], ...]:
-        """Returns the shards that belong here, and their sizes: all, or those of the disks that have some here."""
-        here = self.disks_here(files)
-        others = {name for number, names in enumerate(self.disks) if number not in here for name in names}
-        return tuple(row for row in self.sizes if row[0] not in others) if here else self.sizes
-
-
-def read_summary(folder: Store, index: DirectoryEntry, cache: StatCache, newest: NewestIndex | None = None) -> Summary:
-    """Returns the summary of a folder's index.
-
-    Args:
-        index: the file, as it is now.
-        newest: is offered the index, if it is not in the cache, and in an object store or `newest.local`.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-
-    def read() -> Summary:
-        data = read_index_bytes(folder)
-        decoded = decode_and_check(folder, data)
-        if newest is not None and (newest.local or folder.traits.far):
-            newest.offer(KnownIndex(folder.place, data, decoded))
-        return summarize_index(decoded)
-
-    return cache.get_or_read((folder.place, "summary"), index, read)
-
-
-def summarize_index(index: Index) -> Summary:
-    """Extracts from an index what a list of checkpoints needs."""
-    sizes = tuple((file.name, file.header + file.nbytes) for file in index.file_list)
-    return Summary(
-        save_id=index.save_id,
-        step=index.step,
-        world=index.world,
-        leaves=len(index.leaves),
-        nbytes=index.nbytes,
-        created_ns=index.created_ns,
-        sizes=sizes,
-        metrics=_metrics(index.metadata.get(METRICS)),
-        held_nbytes=index.held_nbytes,
-        lineage=index.lineage,
-        sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
-        disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
-        hosts=tuple(f"host {disk.host}, with {ranks_text(disk.ranks)}" for disk in index.disks),
-    )
-
-
-def _metrics(value: Value) -> dict[str, float]:
-    """Returns the numbers of a dict; empty for other values, which users may keep under this key."""
-    try:
-        metadata = decode_value(value, METRICS)
-    except TreeckptError:
-        return {}
-    pairs: dict[Any, Any] = metadata if isinstance(metadata, dict) else {}
-    return {k: float(v) for k, v in pairs.items() if isinstance(k, str) and _is_number(v)}
-
-
-def _is_number(value: object) -> bool:
-    # A larger integer does not fit a float.
-    return isinstance(value, float) or (type(value) is int and math.log2(abs(value) + 1) < 1023)
 
 
 class DiskInfo(msgspec.Struct, frozen=True, gc=False):
@@ -214,6 +119,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """What the names and sizes of its files show to be wrong: index_lost: shards of all ranks are there, and no index;
     files_lost: shards or sidecar files are missing or cut short; files_long: shards go on behind their end; unfinished:
     what a save that has ended without an index, or a deletion that was cut short, has left."""
+    named_step: int | None = None
+    """The step that the name of its directory says, by the patterns of its run; None for any other name."""
     metrics: dict[str, float] = {}
     pinned: bool = False
     saving: tuple[SaveUnderWay, ...] = ()
@@ -317,8 +224,8 @@ def id_of(info: CheckpointInfo) -> CheckpointId | None:
     index cannot be decoded and shards are beside it, as that is not known then; and where a deletion was cut short, of
     which a run has only those of its checkpoints.
     """
-    if (step := step_of(info.name)) is not None:
-        return step
+    if info.named_step is not None:
+        return info.named_step
     named = info.lineage is not None and info.lineage.name == info.name
     unknown = info.files == "damaged" and info.save_id is None and bool(info.nbytes)
     return info.name if named or unknown or info.deleting else None
@@ -333,14 +240,29 @@ def mark_of(info: CheckpointInfo) -> SavedCheckpoint | None:
     return SavedCheckpoint(step, info.save_id, info.lineage)
 
 
+def with_named_step(info: CheckpointInfo, patterns: Collection[str]) -> CheckpointInfo:
+    """Returns the same with the step that its name says by patterns of its run, and that which its index records."""
+    if info.files == "foreign" or info.named_step is not None:
+        return info
+    step = step_of(info.name, (*patterns, *recorded_patterns([info.lineage])))
+    if step is None:
+        return info
+    return msgspec.structs.replace(info, named_step=step, step=step if info.step is None else info.step)
+
+
 def in_listing_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Sorts the directories of one run for lists: newest first, then abandoned branches, then foreign directories."""
-    marked = [(info, mark_of(info)) for info in infos]
+    """Sorts the directories of one run for lists: newest first, then abandoned branches, then foreign directories.
+
+    The steps of directories that have no index are known then by the patterns that others record.
+    """
+    infos = list(infos)
+    patterns = recorded_patterns(info.lineage for info in infos)
+    marked = [(info, mark_of(info)) for info in (with_named_step(info, patterns) for info in infos)]
     order = LineageOrder(mark for _, mark in marked if mark is not None)
     placed: list[tuple[CheckpointInfo, LineagePosition | None]] = []
     for info, mark in marked:
         position = order.position(mark) if mark is not None else None
-        step = info.step if (named := step_of(info.name)) is None else named
+        step = info.step if info.named_step is None else info.named_step
         # Without an index that can be read only the step says where it belongs.
         if position is None and step is not None:
             position = order.position_of_step(step)
@@ -445,55 +367,14 @@ def is_checkpoint_file(name: str) -> bool:
     return parse_file_name(name) is not None
 
 
-def has_steps(folder: Store) -> bool:
-    """Whether directories named as steps are below a directory; False where that could not be read."""
-    with contextlib.suppress(StoreError):
-        return any(is_step_name(name) and not entry.regular for name, entry in folder.entries().items())
-    return False
-
-
-def step_folder(run: RunStore, step: CheckpointId) -> Store:
-    """Returns the directory of a step, whether or not it exists; of several of one step, that which counts."""
-    usual = run.folder(id_name(step))
-    if isinstance(step, str) or usual.entry(INDEX_NAME) is not None:
-        return usual
-    return that_counts([usual, *(run.folder(name) for name in run.names() if step_of(name) == step)])
-
-
-def that_counts(folders: Iterable[Store]) -> Store:
-    """Returns, of directories of one step, one that has an index, if possible that with the name a manager gives."""
-
-    def rank(folder: Store) -> tuple[bool, bool, bool]:
-        shown = folder.traits.follow_links or not folder.is_link
-        usual = folder.name == step_name(step_of(folder.name) or 0)
-        return shown and folder.entry(INDEX_NAME) is not None, folder.modified_ns() is not None, usual
-
-    return max(folders, key=rank)
-
-
-def by_step(folders: Iterable[Store]) -> dict[int, list[Store]]:
-    """Returns the directories of each step."""
-    steps: dict[int, list[Store]] = {}
-    for folder in folders:
-        if (step := step_of(folder.name)) is not None:
-            steps.setdefault(step, []).append(folder)
-    return steps
-
-
-def _superseded(folders: Iterable[Store]) -> dict[str, str]:
-    """Returns the names of directories whose step counts by another directory, with the name of that."""
-    several = ((that_counts(same).name, same) for same in by_step(folders).values() if len(same) > 1)
-    return {folder.name: counts for counts, same in several for folder in same if folder.name != counts}
-
-
 def checkpoints_without_step(run: RunStore) -> list[str]:
     """Returns the names of the directories of a run that hold a checkpoint, and have no name of a step.
 
     It is asked of a run without any checkpoint of its own.
     """
-    folders = (folder for folder in run.folders() if not is_step_name(folder.name))
-    indexed = (folder for folder in folders if folder.entry(INDEX_NAME) is not None)
-    return [folder.name for folder in indexed if read_info(folder, timings=False, or_unread=True).save_id is not None]
+    indexed = (folder for folder in run.folders() if folder.entry(INDEX_NAME) is not None)
+    infos = (read_info(folder, timings=False, or_unread=True) for folder in indexed)
+    return [info.name for info in infos if info.save_id is not None and info.named_step is None]
 
 
 def read_infos(
@@ -504,25 +385,28 @@ def read_infos(
     timings: bool = True,
     newest: NewestIndex | None = None,
     on_read: OnRead | None = None,
+    patterns: Collection[str] = (),
 ) -> list[tuple[Store, CheckpointInfo]]:
     """Returns every folder of a run with its description.
 
     Args:
-        or_unread, timings, newest: as for `read_info`.
+        or_unread, timings, newest, patterns: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached, or refuses.
     """
-    folders = run.folders()
-    superseded = _superseded(folders)
+    describe = partial(read_info, cache=cache, or_unread=or_unread, timings=timings, newest=newest, patterns=patterns)
+    read = _for_each_folder(run, run.folders(), describe, on_read)
+    known = {*patterns, *recorded_patterns(info.lineage for _, info in read)}
+    others = superseded([folder for folder, _ in read], known)
 
-    def describe(folder: Store) -> CheckpointInfo:
-        if (counts := superseded.get(folder.name)) is not None:
-            why = f"not taken: step {step_of(folder.name)} of this run is {counts}"
+    def in_run(folder: Store, info: CheckpointInfo) -> CheckpointInfo:
+        if (counts := others.get(folder.name)) is not None:
+            why = f"not taken: step {step_of(folder.name, known)} of this run is {counts}"
             return CheckpointInfo(folder.name, folder.place, "foreign", error=why)
-        return read_info(folder, cache=cache, or_unread=or_unread, timings=timings, newest=newest)
+        return with_named_step(info, known)
 
-    return _for_each_folder(run, folders, describe, on_read)
+    return [(folder, in_run(folder, info)) for folder, info in read]
 
 
 def _for_each_folder(
@@ -543,29 +427,35 @@ def _threads_for(folders: Sequence[Store]) -> int:
     return max(1, min(CONCURRENT_READS, READ_MEMORY // max(largest, 1)))
 
 
-def read_marks(run: RunStore, cache: StatCache) -> list[SavedCheckpoint]:
+def read_marks(run: RunStore, cache: StatCache, patterns: Collection[str] = ()) -> list[SavedCheckpoint]:
     """Returns the data that orders a run's checkpoints by lineage, from their indexes alone; cached ones are not read.
+
+    Args:
+        patterns: as for `read_info`.
 
     Raises:
         StoreError: the run cannot be reached.
     """
-    folders = run.folders()
-    superseded = _superseded(folders)
-    counted = [folder for folder in folders if folder.name not in superseded]
-    return [mark for _, mark in _for_each_folder(run, counted, partial(_read_mark, cache=cache)) if mark is not None]
+    read = _for_each_folder(run, run.folders(), partial(_summary_of, cache=cache))
+    known = {*patterns, *recorded_patterns(summary.lineage for _, summary in read if summary is not None)}
+    others = superseded([folder for folder, _ in read], known)
+    marks = (_mark(folder.name, s, known) for folder, s in read if s is not None and folder.name not in others)
+    return [mark for mark in marks if mark is not None]
 
 
-def _read_mark(folder: Store, cache: StatCache) -> SavedCheckpoint | None:
+def _summary_of(folder: Store, cache: StatCache) -> Summary | None:
     index = folder.entry(INDEX_NAME) if folder.traits.follow_links or not folder.is_link else None
     with contextlib.suppress(TreeckptError):
-        summary = read_summary(folder, index, cache) if index is not None else None
-        if summary is None:
-            return None
-        step = step_of(folder.name)
-        if step is not None and summary.step in (None, step):
-            return SavedCheckpoint(step, summary.save_id, summary.lineage)
-        if step is None and summary.lineage is not None and summary.lineage.name == folder.name:
-            return SavedCheckpoint(folder.name, summary.save_id, summary.lineage)
+        return read_summary(folder, index, cache) if index is not None else None
+    return None
+
+
+def _mark(name: str, summary: Summary, patterns: Collection[str]) -> SavedCheckpoint | None:
+    step = step_of(name, patterns)
+    if step is not None and summary.step in (None, step):
+        return SavedCheckpoint(step, summary.save_id, summary.lineage)
+    if step is None and summary.lineage is not None and summary.lineage.name == name:
+        return SavedCheckpoint(name, summary.save_id, summary.lineage)
     return None
 
 
@@ -577,6 +467,7 @@ def read_info(
     timings: bool = True,
     newest: NewestIndex | None = None,
     or_unread: bool = False,
+    patterns: Collection[str] = (),
 ) -> CheckpointInfo:
     """Describes one directory.
 
@@ -586,6 +477,7 @@ def read_info(
         newest: is offered the index, if it is not in the cache.
         or_unread: describes a local directory that could not be read as unread, with the error: for lists that are
             shown to a person, and where the others matter all the same.
+        patterns: by which its run names steps, beside `STEP_PATTERN` and that which its index records.
 
     Raises:
         StoreError: it cannot be reached, or refuses to be read, so that nothing is known about the checkpoint.
@@ -595,14 +487,17 @@ def read_info(
         return CheckpointInfo(folder.name, folder.place, "foreign", error="a symbolic link, which is not followed")
     cache = cache or LruStatCache(0)
     try:
-        return _read_info(folder, cache, newest, timings=timings)
+        info = _read_info(folder, cache, newest, patterns, timings=timings)
     except StoreError as error:
         if not or_unread or folder.traits.local_path is None:
             raise
-        return CheckpointInfo(folder.name, folder.place, "unread", step_of(folder.name), error=str(error))
+        info = CheckpointInfo(folder.name, folder.place, "unread", error=str(error))
+    return with_named_step(info, patterns)
 
 
-def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, timings: bool) -> CheckpointInfo:
+def _read_info(
+    folder: Store, cache: StatCache, newest: NewestIndex | None, patterns: Collection[str], *, timings: bool
+) -> CheckpointInfo:
     name, entries = folder.name, folder.entries()
     files = regular_files(entries)
     if (index := entries.get(INDEX_NAME)) is not None:
@@ -620,7 +515,6 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
                 name,
                 folder.place,
                 "damaged",
-                step_of(name),
                 nbytes=nbytes,
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
@@ -633,12 +527,13 @@ def _read_info(folder: Store, cache: StatCache, newest: NewestIndex | None, *, t
         info = _with_index(folder, summary, files, cache if timings else None)
         if info.files == "damaged" and (now := folder.listed()).entries().get(INDEX_NAME, index) != index:
             # another save has replaced it since the listing
-            return _read_info(now, cache, newest, timings=timings)
+            return _read_info(now, cache, newest, patterns, timings=timings)
         return info
     exists = folder.modified_ns() is not None
-    step = step_of(name)
+    step = step_of(name, patterns)
     # an empty directory is that of a save if a manager would have given it this name
-    if any(map(is_checkpoint_file, files)) or (step is not None and name == step_name(step) and exists and not entries):
+    given = step is not None and name in (step_name(step, pattern) for pattern in (STEP_PATTERN, *patterns))
+    if any(map(is_checkpoint_file, files)) or (given and exists and not entries):
         return _without_index(folder, files, cache)
     absent = "not a directory" if step is None else f"no checkpoint of step {step}"
     error = "no checkpoint: neither an index nor shards" if exists else absent
@@ -678,7 +573,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         name=folder.name,
         path=folder.place,
         files="complete" if problem is None else "damaged",
-        step=summary.step if summary.step is not None else step_of(folder.name),
+        step=summary.step,
         save_id=summary.save_id,
         world=summary.world,
         leaves=summary.leaves,
@@ -768,7 +663,6 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
         name=folder.name,
         path=folder.place,
         files="partial",
-        step=step_of(folder.name),
         save_id=prepared.save_id if prepared else shards[newest][0] if newest else None,
         disks=disks_of(prepared, files) if prepared else (),
         world=shards[newest][2] if newest else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .._core.format.files import is_step_name, step_name
 from .._core.format.index import INDEX_NAME
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.storage.checkpoint import LruStatCache, NewestIndex, StatCache
@@ -15,15 +14,13 @@ from .._io.storage.store import RunStore
 from .catalog import (
     CheckpointInfo,
     OnRead,
-    by_step,
-    has_steps,
     in_listing_order,
     is_checkpoint_file,
     read_info,
     read_infos,
     regular_files,
-    that_counts,
 )
+from .step_names import has_steps, step_names
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -92,28 +89,20 @@ def runs_below(run: RunStore) -> list[str]:
     return [folder.place for folder in run.folders() if has_steps(folder)]
 
 
-def runs_in(folder: RunStore) -> dict[str, int]:
+def runs_in(folder: RunStore, cache: StatCache | None = None) -> dict[str, int]:
     """Returns the paths of the runs in a directory that has no steps itself, and how many steps each has.
 
     Links are not followed.
 
+    Args:
+        cache: keeps the indexes that are read.
+
     Raises:
         StoreError: it, or one of them, could not be read.
     """
-    names = folder.names()
-    if any(map(is_step_name, names)):
+    cache = cache or LruStatCache(0)
+    if step_names(folder, cache):
         return {}
-    inside = [one for one in map(folder.folder, names) if one.traits.follow_links or not one.is_link]
-    counts = {one.place: sum(map(is_step_name, open_run(one.place).names())) for one in inside}
+    inside = [one for one in map(folder.folder, folder.names()) if one.traits.follow_links or not one.is_link]
+    counts = {one.place: len(step_names(open_run(one.place), cache)) for one in inside}
     return {place: steps for place, steps in counts.items() if steps}
-
-
-def links_and_other_names(run: RunStore) -> dict[int, str]:
-    """Returns the names of the directories of those steps that are links, or not in one of the name a manager gives."""
-    steps = by_step(map(run.folder, run.names()))
-    counted = ((step, same[0] if len(same) == 1 else that_counts(same)) for step, same in steps.items())
-    return {
-        step: one.name
-        for step, one in counted
-        if one.is_link or (one.name != step_name(step) and one.entry(INDEX_NAME) is not None)
-    }

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from .._core.format.decoding import decode_msgpack
-from .._core.format.files import CheckpointId, id_name, is_step_name, parse_file_name, prepared_name
+from .._core.format.files import CheckpointId, parse_file_name, prepared_name, step_of
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from .._core.format.shard_header import parse_shard_name
 from .._inspect.deletion import CleanReport, JoinedRun, RetainedDirectory
@@ -122,7 +122,8 @@ def _step_paths(run: RunDirectory) -> list[Path]:
     path = run.store.traits.local_path
     assert path is not None, "a run elsewhere is on one disk"
     names = sorted(run.store.names())
-    return [path / name for name in names if is_step_name(name) or (path / name / INDEX_NAME).is_file()]
+    of_steps = {name for name in names if step_of(name, (run.pattern,)) is not None}
+    return [path / name for name in names if name in of_steps or (path / name / INDEX_NAME).is_file()]
 
 
 def _disk_digest(run: RunDirectory) -> bytes:
@@ -285,7 +286,7 @@ def act_on_disks(
         check: raises where it must not be done on a disk; then it is done on none.
         busy: returns the names of directories in which this process is saving.
     """
-    disks, name = look_at_disks(comm, run, call), id_name(step)
+    disks, name = look_at_disks(comm, run, call), run.folder(step).name
     if disks is None or not disks.has(name, complete=check is None):
         return False
     here = disks.here(name, complete=check is None)

@@ -28,7 +28,8 @@ def seen_here(run: RunDirectory) -> list[CheckpointInfo]:
                 continue
             if (summary := prepared_summary(folder, name)) is not None:
                 disks, save_id = disks_of(summary, files), summary.save_id
-                infos.append(CheckpointInfo(info.name, info.path, "partial", info.step, save_id, disks=disks))
+                other = CheckpointInfo(info.name, info.path, "partial", info.step, save_id, disks=disks)
+                infos.append(msgspec.structs.replace(other, named_step=info.named_step))
     return infos
 
 

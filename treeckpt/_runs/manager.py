@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import msgspec
 
 from .. import _api
-from .._core.format.files import CheckpointId, check_id, check_step, id_name, id_text
+from .._core.format.files import STEP_PATTERN, CheckpointId, check_id, check_step, id_name, id_text
 from .._inspect.deletion import CleanReport
 from .._io.comm.collective import all_gather, from_rank0
 from .._io.comm.comm import PrefixComm, as_comm
@@ -49,7 +49,6 @@ from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError
 from ..reports import SaveReport
 from .catalog import step_info
-from .discovery import links_and_other_names
 from .disk_cleanup import RunDisks, act_on_disks, look_at_disks
 from .failures import SaveFailures
 from .notebook import run_html
@@ -98,6 +97,8 @@ class Manager:
             counts their steps. Nothing else in it is ever touched. On the private disks of several hosts each has the
             same steps, with the shards of its ranks; then clean-ups after saves in the background begin with the next
             save, `wait` or `close`.
+        name: the pattern of the names of steps, as "checkpoint-{step}" or "{step:09d}". Each index records it, by which
+            all others know these steps. Steps that have other names in the run keep them, and count too.
         keep: a policy or several of `treeckpt.policy`, or their text, as "last:3 best:loss"; a number is
             `Last(number)`, None keeps everything. By default the last 3 of all in `run` stay, whoever saved them. The
             newest, pinned and known damaged checkpoints are always kept. What is deleted is logged (INFO, `treeckpt`).
@@ -116,6 +117,7 @@ class Manager:
         self,
         run: str | os.PathLike[str] | RunStore,
         *,
+        name: str = STEP_PATTERN,
         keep: Keep = 3,
         every: int | None = None,
         seconds: float | None = None,
@@ -127,7 +129,7 @@ class Manager:
     ) -> None:
         others = Manager.__init__.__kwdefaults__ or ()
         self._background, self.options = bool(background), as_save_options(options, background, others)
-        self.directory, self._policies = RunDirectory(run, follow_links=follow_links), as_policies(keep)
+        self.directory, self._policies = RunDirectory(run, follow_links=follow_links, pattern=name), as_policies(keep)
         self._selector = CheckpointSelector(self.directory)
         self._saving_comm = as_comm(comm)
         # Under keys of their own, so that no message of the manager is taken for one of a save.
@@ -368,9 +370,9 @@ class Manager:
         if isinstance(step, str):
             return self.directory.store.folder(id_name(step))
         if (names := self._other_names) is None:
-            find = partial(links_and_other_names, self.directory.store)
+            find = self.directory.links_and_other_names
             names = self._other_names = self._from_rank0("look for steps", find, dict[int, str])
-        store = self.directory.store.folder(names.get(step, id_name(step)))
+        store = self.directory.store.folder(names.get(step, id_name(step, self.directory.pattern)))
         if step in names:
             self._from_rank0(f"look at step {step}", partial(refuse_link, store), type(None))
         return store
@@ -638,9 +640,7 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_id(step)
-        call, pin = f"pin {id_text(step)}", partial(self.directory.pin, step)
-        if not self._on_each_disk(call, step, pin):
-            self._from_rank0(call, pin, type(None))
+        self._on_step("pin", step, partial(self.directory.pin, step))
 
     @takes_no_save
     def unpin(self, step: int | str) -> None:
@@ -650,9 +650,7 @@ class Manager:
             CheckpointNotFound: there is no such checkpoint.
         """
         step = check_id(step)
-        call, unpin = f"unpin {id_text(step)}", partial(self.directory.unpin, step)
-        if not self._on_each_disk(call, step, unpin):
-            self._from_rank0(call, unpin, type(None))
+        self._on_step("unpin", step, partial(self.directory.unpin, step))
 
     @takes_no_save
     def delete(self, step: int | str, *, force: bool = False) -> None:
@@ -666,10 +664,13 @@ class Manager:
             CheckpointError: it is damaged, pinned, or something reads or writes it; with `force`, one of the last two.
         """
         step = check_id(step)
-        call, delete = f"delete {id_text(step)}", partial(self.retention.delete, step, force=force)
         check = partial(self.directory.plan_deletion, step, force=force)
-        if not self._on_each_disk(call, step, delete, check=check):
-            self._from_rank0(call, delete, type(None))
+        self._on_step("delete", step, partial(self.retention.delete, step, force=force), check=check)
+
+    def _on_step(self, what: str, step: CheckpointId, act: Callable[[], None], **check: Callable[[], Any]) -> None:
+        call = f"{what} {id_text(step)}"
+        if not self._on_each_disk(call, step, act, **check):
+            self._from_rank0(call, act, type(None))
 
     @takes_no_save
     def clean(self, *, dry_run: bool = False) -> CleanReport:

@@ -35,7 +35,7 @@ from .._saving.options import (
 from ..errors import TreeckptError, TreeError
 from ..policy import All, Best, KeepError, Last, Policy, best_among, check_policies, parse_keep
 from ..rules import Renaming, Transforms
-from .catalog import METRICS
+from .index_summary import METRICS
 
 _LINKS = {"follow_links": "Give it to the manager: Manager(run, follow_links=True)"}
 _LOAD = (*LoadKeywords.__optional_keys__, "together")

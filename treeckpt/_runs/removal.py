@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from .._core.format.files import PIN_NAME, deleted_name, step_of
+from .._core.format.files import PIN_NAME, deleted_name
 from .._core.format.index import INDEX_NAME
 from .._inspect.deletion import JoinedRun, Removal, RetainedDirectory, StepDirectory, plan_deletion
 from .._io.os_errors import write_errors_wrapped
@@ -212,7 +212,7 @@ def held_error(folder: Store, why: str) -> CheckpointError:
 
 def checked(info: CheckpointInfo) -> CheckpointInfo:
     """Marks a checkpoint as damaged if its index records another step than its directory's name: it was moved."""
-    if info.files == "complete" and (step := step_of(info.name)) is not None and info.step != step:
+    if info.files == "complete" and info.named_step not in (None, info.step):
         found = f"its index says step {info.step}, not what its name says"
         return msgspec.structs.replace(info, files="damaged", error=found)
     return info

@@ -21,11 +21,13 @@ import msgspec
 
 from .._core.format.files import (
     PIN_NAME,
+    STEP_PATTERN,
     CheckpointId,
     check_id,
+    check_pattern,
     id_order,
     id_text,
-    is_step_name,
+    numbers_in,
     step_of,
 )
 from .._core.format.index import INDEX_NAME
@@ -49,7 +51,7 @@ from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
-from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
+from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, TreeError
 from ..policy import Best, Policy, best_of, unmeasured_text
 from .catalog import (
     CheckpointInfo,
@@ -60,13 +62,13 @@ from .catalog import (
     read_info,
     read_infos,
     read_marks,
-    step_folder,
     step_info,
     with_verification,
 )
 from .failures import FailureHistory
 from .removal import CheckpointRemover, checked, held_error, incomplete_error
 from .repair_advice import repair_advice
+from .step_names import links_and_other_names, recorded_patterns, step_folder
 from .verification import (
     DamagedPart,
     VerificationStore,
@@ -92,9 +94,11 @@ class RunDirectory:
         verifications: what is known of checkpoints' bytes, by default what `treeckpt verify` of this user found.
         follow_links: reads links out of a local run: of files, and in place of a step's directory. None of the methods
             changes or deletes what a link leads to.
+        pattern: of the names of steps that are saved; others are known by what their indexes record.
 
     Raises:
         CheckpointNotFound: the path is that of a file.
+        TreeError: steps cannot be named by the pattern.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class RunDirectory:
         cache: StatCache | None = None,
         verifications: VerificationStore | None = None,
         follow_links: bool = False,
+        pattern: str = STEP_PATTERN,
     ) -> None:
         self.store = open_run(run, follow_links=follow_links or None)
         self.url = self.store.url
@@ -112,25 +117,29 @@ class RunDirectory:
             refuse_file(self.url)
         self._cache, self._clock = cache or LruStatCache(), clock or steady_clock()
         self._verifications = verifications
+        self.pattern = check_pattern(pattern)
         self.failures = FailureHistory(self.store)
         self._remover = CheckpointRemover(self._clock, self._cache, self.failures)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
-        return step_folder(self.store, check_id(step))
+        return step_folder(self.store, check_id(step), self.pattern, self._cache)
 
     def check_free(self, name: str) -> None:
         """Refuses to save a checkpoint by a text where something else has the directory of this name.
 
         Raises:
             CheckpointExists: naming it.
+            TreeError: it is the name of a step.
         """
+        if step_of(name, (self.pattern,)) is not None:
+            raise TreeError("step", expected="an integer, or a text that no step has as its name", found=f"{name!r}")
         folder = self.store.folder(name)
         if folder.is_link:
             expected, found = "a directory, or nothing", "a link, through which no save goes"
             hint = "Save under another name, or remove the link; what it leads to stays as it is"
             raise CheckpointExists(folder.place, expected=expected, found=found, hint=hint)
-        info = read_info(folder, cache=self._cache, timings=False)
+        info = read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,))
         if info.files in ("complete", "damaged") and (info.lineage is None or info.lineage.name != name):
             raise CheckpointExists(
                 info.path,
@@ -154,7 +163,9 @@ class RunDirectory:
         return [info for _, info in self._read_infos(newest, or_unread=or_unread)]
 
     def _read_infos(self, newest: NewestIndex | None = None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
-        seen = read_infos(self.store, self._cache, or_unread=or_unread, timings=False, newest=newest)
+        seen = read_infos(
+            self.store, self._cache, or_unread=or_unread, timings=False, newest=newest, patterns=(self.pattern,)
+        )
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
@@ -163,7 +174,14 @@ class RunDirectory:
 
     def marks(self) -> list[SavedCheckpoint]:
         """Returns the data that orders the checkpoints by lineage."""
-        return read_marks(self.store, self._cache)
+        return read_marks(self.store, self._cache, (self.pattern,))
+
+    def links_and_other_names(self) -> dict[int, str]:
+        """Returns the names of the directories of those steps that are links, or have another name than it gives."""
+        patterns = {self.pattern}
+        if any(numbers_in(name) and step_of(name, patterns) is None for name in self.store.names()):
+            patterns |= recorded_patterns(mark.lineage for mark in self.marks())
+        return links_and_other_names(self.store, self.pattern, patterns)
 
     def checkpoint(
         self,
@@ -183,7 +201,7 @@ class RunDirectory:
         """
         folder = self.folder(step)
         if joined is None:
-            info = checked(read_info(folder, cache=self._cache, timings=False, newest=newest))
+            info = checked(read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,), newest=newest))
         else:
             none = CheckpointInfo(folder.name, folder.place, "foreign", error=f"no checkpoint of {id_text(step)}")
             info = next((each for each in joined if each.name == folder.name), none)
@@ -328,7 +346,7 @@ class RunDirectory:
     ) -> tuple[CheckpointInfo, Removal]:
         """Returns what `delete` would remove, and of what; arguments and errors as there."""
         folder = self.folder(step)
-        info = checked(read_info(folder, cache=self._cache, timings=False, or_unread=force))
+        info = checked(read_info(folder, cache=self._cache, timings=False, patterns=(self.pattern,), or_unread=force))
         if not force and info.files != "complete":
             try:
                 info = self.checkpoint(step)
@@ -466,8 +484,9 @@ class CheckpointSelector:
             if passed_over is not None and info.files != "partial":
                 passed_over.append(f"{info.path}: {why}")
         if not infos and (others := checkpoints_without_step(self.directory.store)):
-            text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}"
-            self.warn_once(self.directory.url, f"{text}. Rename them to step_NUMBER to have them taken")
+            text = f"checkpoints of this run are passed over, as their names are no steps: {names_text(others)}. "
+            hint = "Rename them to step_NUMBER, or give Manager(name=...) their pattern, to have them taken"
+            self.warn_once(self.directory.url, text + hint)
         for path, why in self._perhaps_newer(infos, newest):
             self.warn_once(path, f"passed over, {why}")
             if passed_over is not None:
@@ -489,7 +508,7 @@ class CheckpointSelector:
         for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
             followed = folder.traits.follow_links and folder.modified_ns() is not None
-            if is_step_name(name) and (step_of(name) or 0) > number and not followed:
+            if (step_of(name, (self.directory.pattern,)) or 0) > number and not followed:
                 yield folder.place, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:

@@ -41,7 +41,7 @@ import msgspec
 
 from .._arrays.registry import is_value
 from .._core.format.decoding import decode_msgpack
-from .._core.format.files import PIN_NAME, CheckpointId, id_order, id_text
+from .._core.format.files import PIN_NAME, STEP_PATTERN, CheckpointId, id_order, id_text
 from .._core.format.lineage import MAX_KEEP, Lineage, SavedCheckpoint, next_lineage
 from .._core.tree.flatten import flatten
 from .._io.comm import waiting
@@ -541,12 +541,18 @@ class SaveHistory:
         there = {mark.save_id for mark in marks}
         sure = [e for e in before if e.mark is not None and (e.restored or e.mark.save_id in there)]
         lineage = next_lineage(marks, sure[-1].mark if sure else None, step)
-        lineage = msgspec.structs.replace(lineage, keep=self._keep)
+        lineage = msgspec.structs.replace(lineage, keep=self._keep, name=lineage.name or self._pattern_of(marks, step))
         save.entry.mark = SavedCheckpoint(step, save_id, lineage)
         old = before[: before.index(sure[-1])] if sure else ()
         with self._lock:
             self._entries = tuple(kept for kept in self._entries if kept not in old)
         return lineage
+
+    def _pattern_of(self, marks: Sequence[SavedCheckpoint], step: CheckpointId) -> str:
+        """Returns the pattern that the index of a step records: that of a checkpoint which it replaces, if any."""
+        recorded = (mark.lineage.name for mark in marks if mark.step == step and mark.lineage is not None)
+        pattern = next(filter(None, recorded), self.directory.pattern)
+        return pattern if isinstance(step, int) and pattern != STEP_PATTERN else ""
 
     def _warn_of_forgotten_resume(self, marks: Sequence[SavedCheckpoint], step: CheckpointId) -> None:
         """Warns where a step is saved at or below one that this manager neither saved nor restored.

@@ -68,10 +68,13 @@ _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
 _ENDED = re.compile(r"ended\.([0-9a-f]{16})\.json")
 _PROCESS_KINDS: dict[str, FileKind] = {"lease": "lease", "deleting": "deleting", "repairing": "repairing"}
-# without `re.ASCII` digits of any script would do, and two names could be those of one step
-_STEP = re.compile(r"step_(\d{1,18})", re.ASCII)
 MAX_STEP = 10**18 - 1
-
+MAX_STEP_DIGITS = 18
+STEP_PATTERN = "step_{step:08d}"
+"""The pattern of the names of steps, unless a manager was given another one."""
+# without `re.ASCII` digits of any script would do, and two names could be those of one step
+_PATTERN = re.compile(r"(|[^{}]*[^{}0-9])\{step(?::0([1-9]|1[0-8])d)?\}(|[^{}0-9][^{}]*)", re.ASCII)
+_NUMBER = re.compile(rf"(?<![0-9])[0-9]{{1,{MAX_STEP_DIGITS}}}(?![0-9])")
 
 _STEP_HINT = "Pass the number of training steps that were done"
 
@@ -222,9 +225,13 @@ def is_number_text(text: str) -> bool:
     return True
 
 
-def id_name(step: CheckpointId) -> str:
-    """Returns the name that a manager gives to the directory of a checkpoint in a run."""
-    return step if isinstance(step, str) else step_name(step)
+def id_name(step: CheckpointId, pattern: str = STEP_PATTERN) -> str:
+    """Returns the name that a manager gives to the directory of a checkpoint in a run.
+
+    Args:
+        pattern: by which it names steps.
+    """
+    return step if isinstance(step, str) else step_name(step, pattern)
 
 
 def id_text(step: CheckpointId) -> str:
@@ -242,15 +249,54 @@ def is_step_name(name: str) -> bool:
     return step_of(name) is not None
 
 
-def step_name(step: int) -> str:
+def step_name(step: int, pattern: str = STEP_PATTERN) -> str:
     """Returns the name that a manager gives to a step's directory in a run."""
-    return f"step_{step:08d}"
+    return pattern.format(step=step)
 
 
-def step_of(name: str) -> int | None:
-    """Parses the step from the name of a directory, None if it has none."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
+def step_of(name: str, patterns: Iterable[str] = ()) -> int | None:
+    """Parses the step from the name of a directory, None if it has none.
+
+    Args:
+        patterns: of names of steps beside `STEP_PATTERN`; the step may have fewer or more digits than they say.
+    """
+    return next(
+        (step for pattern in (STEP_PATTERN, *patterns) if (step := _parse_step(name, pattern)) is not None), None
+    )
+
+
+def _parse_step(name: str, pattern: str) -> int | None:
+    if (match := _PATTERN.fullmatch(pattern)) is None:
+        return None
+    before, after = match[1], match[3]
+    digits = name[len(before) : len(name) - len(after)]
+    fits = name.startswith(before) and name.endswith(after) and digits.isascii() and digits.isdigit()
+    return int(digits) if fits and len(digits) <= MAX_STEP_DIGITS else None
+
+
+def is_pattern(text: str) -> bool:
+    """Returns whether steps may be named by this pattern: `{step}` is in it once, beside no digit."""
+    if _PATTERN.fullmatch(text) is None:
+        return False
+    names = [step_name(10**digits - 1, text) for digits in range(1, MAX_STEP_DIGITS + 1)]
+    return all(is_sidecar_name(name) and parse_file_name(name) is None for name in names)
+
+
+def check_pattern(given: object) -> str:
+    """Returns the pattern by which a manager names steps.
+
+    Raises:
+        TreeError: it is none.
+    """
+    if not isinstance(given, str) or not is_pattern(given):
+        expected = "{step} or {step:08d} once, beside no digit, with which it is " + NAME_RULE
+        raise TreeError("name", expected=expected, found=f"{given!r:.80}", hint='As name="checkpoint-{step}"')
+    return given
+
+
+def numbers_in(name: str) -> list[int]:
+    """Returns the numbers in a name that may be a step."""
+    return [int(digits) for digits in _NUMBER.findall(name)]
 
 
 MAX_SIDECARS = 1000

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .files import CheckpointId, id_order, is_sidecar_name
+from .files import CheckpointId, id_order, is_pattern, is_sidecar_name
 
 MAX_SEQUENCE = 1 << 62
 MAX_KEEP = 1000
@@ -38,7 +38,8 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
     abandoned: SequenceRanges = ()
     """Sequence numbers of checkpoints of the run that it does not descend from."""
     name: str = ""
-    """The text by which it was saved, in the place of a step: the name of its directory."""
+    """The text by which it was saved, in the place of a step: the name of its directory. Of a step, the pattern by
+    which its manager names steps, as `checkpoint-{step}`; empty for `STEP_PATTERN`."""
     keep: str = ""
     """The policies of the manager that saved it, as `treeckpt.policy.keep_text` has them; empty if not known."""
 
@@ -46,7 +47,7 @@ class Lineage(msgspec.Struct, frozen=True, omit_defaults=True):
         """Returns whether the numbers are in order and in bounds, and the texts are such as a manager records."""
         numbers = [number for pair in self.abandoned for number in pair]
         rising = all(low <= high for low, high in self.abandoned) and numbers == sorted(numbers)
-        named = not self.name or is_sidecar_name(self.name)
+        named = not self.name or is_sidecar_name(self.name) or is_pattern(self.name)
         return (
             named
             and len(self.keep) <= MAX_KEEP

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_gather
@@ -36,8 +37,8 @@ class TreeckptMixin(_Base):
     _hub: HubFiles
     _opened: Any = None
     """What is being loaded."""
-    _loss: Any = None
-    """The part of the loss that was not logged before the save."""
+    _unlogged: dict[str, Any] | None = None
+    """The loss of steps that no log has, and the step after which they began."""
     _is_warm = False
 
     def make_manager(self, run: str) -> tc.Manager:
@@ -99,16 +100,13 @@ class TreeckptMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._opened is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        parts: dict[str, Any] = {"rng": False, "strict": "missing"}
-        if self._opened.custom_metadata["save_only_model"]:
-            _log.warning("%s has the model only: optimizer, scheduler and generators start anew", self._opened.path)
+        options: dict[str, Any] = {"rng": False, "strict": "missing"}
+        if not self._opened.custom_metadata["save_only_model"]:
+            self._unlogged = {"loss": torch.zeros(()), "since": 0}
+            options |= self._parts() | {"fallback": tc.Fallback(per_rank={"extra": "take"})}
         else:
-            take = tc.Fallback(per_rank={"extra": "take"})
-            parts |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "fallback": take}
-        extra = self._opened.restore(self.model_wrapped, **parts).extra or {}
-        self._loss = extra.get("loss")
-        if extra.get("scaler"):
-            self.accelerator.scaler.load_state_dict(extra["scaler"])
+            _log.warning("%s is of the model alone: optimizer, scheduler and generators start anew", self._opened.path)
+        self._opened.restore(self.model_wrapped, **options)
         return None
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -118,10 +116,10 @@ class TreeckptMixin(_Base):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._opened is None:
             return super()._load_rng_state(checkpoint)
-        if self._loss is not None:
+        if self._unlogged is not None:
             self._opened.restore_rng()
-            self._tr_loss += self._loss["sum"].to(self._tr_loss.device)
-            self._globalstep_last_logged = self._loss["logged"]
+            self._tr_loss += self._unlogged["loss"].to(self._tr_loss.device)
+            self._globalstep_last_logged = self._unlogged["since"]
             # it is in the next loss that is logged, but not in the mean of the steps of this call
             self._total_loss_scalar -= nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
         self._opened = None
@@ -150,17 +148,17 @@ class TreeckptMixin(_Base):
             tc.prewarm(self._training_state())
         super()._maybe_log_save_evaluate(*args, **more)
 
+    def _parts(self) -> dict[str, Any]:
+        """Returns what is saved and restored beside the model."""
+        extra = {"unlogged": tc.PerRank(self._unlogged), "scaler": getattr(self.accelerator, "scaler", None)}
+        return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "extra": extra}
+
     def _training_state(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"rng": False}
-        if not self.args.save_only_model:
-            scaler = getattr(self.accelerator, "scaler", None)
-            loss = {"sum": self._tr_loss.detach(), "logged": self._globalstep_last_logged}
-            extra = {"loss": tc.PerRank(loss), "scaler": scaler.state_dict() if scaler else None}
-            parts = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "extra": extra}
+        self._unlogged = {"loss": self._tr_loss.detach(), "since": self._globalstep_last_logged}
         state: Any = tc.training.state
         if is_peft(self.model):
             from ..peft import peft_state as state
-        return state(self.model_wrapped, **parts)
+        return state(self.model_wrapped, **({"rng": False} if self.args.save_only_model else self._parts()))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
