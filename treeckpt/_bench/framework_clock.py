@@ -10,10 +10,15 @@ from typing import Any, Literal
 
 import msgspec
 
+import treeckpt as tc
+
 from .checkpointers import sync_files
+from .results import BenchError
 
 Side = Literal["own", "treeckpt"]
 """Whose checkpoints a process saves: the framework's own, or treeckpt's."""
+MAX_SECONDS = 300.0
+"""For which a save in the background is waited for."""
 
 
 class FrameworkTask(msgspec.Struct, frozen=True):
@@ -65,6 +70,18 @@ class SaveClock:
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(found) + b"\n")
         return result
+
+    def wait_for(self, path: Path) -> None:
+        """Waits until a checkpoint of treeckpt is committed at a path; a framework's own is there when `save` returns.
+
+        Raises:
+            BenchError: it is not there after `MAX_SECONDS`.
+        """
+        end = time.perf_counter() + MAX_SECONDS
+        while self._task.side != "own" and not tc.exists(path):
+            if time.perf_counter() > end:
+                raise BenchError(f"{path}: not committed after {MAX_SECONDS:.0f} s")
+            time.sleep(0.001)
 
 
 class Framework(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,73 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> floa
     return loss.item()
 
 
+class SquareLoss(torch.nn.Module):
+    """A model whose output is a loss, as the Trainer of transformers has it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.model(numbers).square().mean()}
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def _transformers(task: FrameworkTask, clock: SaveClock) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from ..integrations.transformers import TreeckptTrainer
+
+    base: Any = Trainer if task.side == "own" else TreeckptTrainer
+
+    class TimedTrainer(base):
+        def _save_checkpoint(self, *arguments: Any) -> None:
+            path = Path(task.directory, f"checkpoint-{self.state.global_step}")
+            clock.measure(partial(super()._save_checkpoint, *arguments), partial(clock.wait_for, path))
+
+    options: dict[str, Any] = {"max_steps": task.saves, "save_steps": 1, "use_cpu": True, "report_to": []}
+    arguments = TrainingArguments(task.directory, **options, per_device_train_batch_size=4, disable_tqdm=True)
+    data = [{"numbers": torch.rand(WIDTH)} for _ in range(4 * task.saves)]
+    TimedTrainer(SquareLoss(bench_model(task.scale)), arguments, train_dataset=data).train()
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
+    import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
+
+    from ..integrations.lightning import TreeckptIO
+
+    class BenchModule(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = bench_model(task.scale)
+
+        def training_step(self, numbers: torch.Tensor) -> torch.Tensor:
+            return self.model(numbers).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    class SaveEachStep(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            path = Path(task.directory, f"step={trainer.global_step}.ckpt")
+            clock.measure(partial(trainer.save_checkpoint, path), partial(clock.wait_for, path))
+
+    lightning.Trainer(
+        accelerator="cpu",
+        max_steps=task.saves,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[SaveEachStep()],
+        plugins=[] if task.side == "own" else [TreeckptIO()],
+    ).fit(BenchModule(), torch.utils.data.DataLoader(torch.rand(4 * task.saves, WIDTH), batch_size=4))
+
+
 # Ray Train ------------------------------------------------------------------------------------------------------------
 
 
@@ -62,24 +130,25 @@ def _ray_worker(config: dict[str, str]) -> None:
     clock, model = SaveClock(task), bench_model(task.scale)
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def save_own(loss: float) -> None:
+    def save_own(metrics: dict[str, float]) -> None:
         with tempfile.TemporaryDirectory() as directory:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, Path(directory, "state.pt"))
-            ray.train.report({"loss": loss}, ray.train.Checkpoint.from_directory(directory))
+            ray.train.report(metrics, ray.train.Checkpoint.from_directory(directory))
 
     with tc_ray.manager() as manager:
         for step in range(1, task.saves + 1):
-            metrics: dict[str, Any] = {"loss": train_step(model, optimizer)}
-            if task.side == "own":
-                clock.measure(lambda metrics=metrics: save_own(metrics["loss"]), lambda: None)
-            else:
-                state = tc.training.state(model, optimizer)
-                clock.measure(
-                    lambda metrics=metrics, step=step, state=state: tc_ray.report(metrics, manager, step, state),
-                    manager.wait,
-                )
+            metrics = {"loss": train_step(model, optimizer)}
+            state = tc.training.state(model, optimizer)
+            save = partial(tc_ray.report, metrics, manager, step, state)
+            clock.measure(
+                partial(save_own, metrics) if task.side == "own" else save,
+                partial(clock.wait_for, Path(manager.path(step))),
+            )
 
 
-FRAMEWORKS = (Framework("ray", "ray", _ray),)
-"""All frameworks; `package` is the module that is looked for."""
+FRAMEWORKS = (
+    Framework("transformers", "transformers", _transformers),
+    Framework("lightning", "lightning", _lightning),
+    Framework("ray", "ray", _ray),
+)
