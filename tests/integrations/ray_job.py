@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 import treeckpt.integrations.ray as tc_ray
-from tests.helpers.framework_job import network
+from tests.helpers.framework_job import killed_in_save, network
 
 BATCHES = 2
 """Parts of the data of a step: one for each of two workers, or both for one."""
@@ -60,7 +59,7 @@ def train(config: dict[str, Any]) -> None:
                 killed = Path(config["directory"], "killed")
                 dies = step == config["kill_at"] and rank == 1 and not killed.exists()
                 manager.wait()  # the save before
-                with stopped_children() if dies else contextlib.nullcontext():
+                with killed_in_save() if dies else contextlib.nullcontext():
                     tc_ray.report({"loss": losses[step]}, manager, step, tc.training.state(net, optimizer))
                     if dies:
                         killed.touch()
@@ -95,20 +94,6 @@ def backward(net: torch.nn.Module, position: int) -> float:
     # FSDP divides by the number of workers itself
     (loss * dist.get_world_size() / BATCHES).backward()
     return loss.item()
-
-
-@contextlib.contextmanager
-def stopped_children():
-    """Stops the processes that write for this worker, and ends them and the worker after the body."""
-    children = [
-        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-    ]
-    assert children, "no process writes for this worker"
-    for pid in children:
-        os.kill(pid, signal.SIGSTOP)
-    yield
-    for pid in (*children, os.getpid()):
-        os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_shard_of_rank_0(directory: str) -> None:

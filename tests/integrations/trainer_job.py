@@ -44,7 +44,9 @@ def adapted(model: Any) -> Any:
     """Returns a model of PEFT with two adapters, of which the first is trained."""
     import peft
 
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    )
     model.add_adapter("other", peft.LoraConfig(target_modules=["c_proj"], fan_in_fan_out=True))
     return model
 

@@ -74,6 +74,7 @@ def _transformers(task: FrameworkTask, clock: SaveClock) -> None:
 
 def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
     import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.plugins.environments import LightningEnvironment  # pyright: ignore[reportMissingImports]
 
     from ..integrations.lightning import TreeckptIO
 
@@ -100,8 +101,26 @@ def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         callbacks=[SaveEachStep()],
-        plugins=[] if task.side == "own" else [TreeckptIO()],
+        plugins=[LightningEnvironment(), *([] if task.side == "own" else [TreeckptIO()])],
     ).fit(BenchModule(), torch.utils.data.DataLoader(torch.rand(4 * task.saves, WIDTH), batch_size=4))
+
+
+# Accelerate -----------------------------------------------------------------------------------------------------------
+
+
+def _accelerate(task: FrameworkTask, clock: SaveClock) -> None:
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+
+    from ..integrations.accelerate import TreeckptAccelerator
+
+    accelerator = (Accelerator if task.side == "own" else TreeckptAccelerator)(cpu=True)
+    model = bench_model(task.scale)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(task.saves):
+        train_step(model, optimizer)
+        path = Path(task.directory, f"checkpoint_{step}")
+        clock.measure(partial(accelerator.save_state, path), partial(clock.wait_for, path))
+    accelerator.end_training()
 
 
 # Ray Train ------------------------------------------------------------------------------------------------------------
@@ -150,5 +169,6 @@ def _ray_worker(config: dict[str, str]) -> None:
 FRAMEWORKS = (
     Framework("transformers", "transformers", _transformers),
     Framework("lightning", "lightning", _lightning),
+    Framework("accelerate", "accelerate", _accelerate),
     Framework("ray", "ray", _ray),
 )
