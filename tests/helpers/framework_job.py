@@ -1,4 +1,4 @@
-"""What the jobs of tests/dcp share, in which a framework trains on two ranks and saves through DCP.
+"""What jobs share in which a framework trains on several ranks, and the tests that start them.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.dcp.FRAMEWORK_job DIRECTORY STEPS [--kill-at STEP] [...]
 """
@@ -9,6 +9,8 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+
+def launch(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Starts a job on so many ranks; returns it when it has ended, with what it has printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
+    command += ["-m", module, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out, err, root = subprocess.PIPE, subprocess.STDOUT, Path(__file__).parents[2]
+    return subprocess.run(
+        command, cwd=root, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
+    )
 
 
 def arguments() -> argparse.Namespace:

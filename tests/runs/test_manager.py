@@ -392,13 +392,13 @@ def test_leases_are_renewed_and_those_of_dead_readers_expire(tmp_path, monkeypat
 def test_a_pin_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     fill(tmp_path, [1, 2])
     run = RunDirectory(tmp_path)
-    real = run.remove_directory
+    real = run.remover.remove
 
-    def remove(removal, grace):
+    def remove(folder, removal, grace):
         (tmp_path / step_name(1) / PIN_NAME).write_text("{}")
-        return real(removal, grace)
+        return real(folder, removal, grace)
 
-    monkeypatch.setattr(run, "remove_directory", remove)
+    monkeypatch.setattr(run.remover, "remove", remove)
     assert "pinned" in run.clean([Last(1)]).left[0].why
     names = {path.name for path in (tmp_path / step_name(1)).iterdir()}
     assert INDEX_NAME in names and not any(name.startswith("deleted") for name in names)
@@ -450,13 +450,13 @@ def test_a_pin_that_is_written_after_the_deletion_has_looked_is_an_error(tmp_pat
 
 def test_a_save_to_the_step_between_decision_and_deletion_wins(tmp_path, monkeypatch):
     made, run = fill(tmp_path, [1, 2]), RunDirectory(tmp_path)
-    real = run.remove_directory
+    real = run.remover.remove
 
-    def remove(removal, grace):
+    def remove(folder, removal, grace):
         made.save(1, {"step": "again"})
-        return real(removal, grace)
+        return real(folder, removal, grace)
 
-    monkeypatch.setattr(run, "remove_directory", remove)
+    monkeypatch.setattr(run.remover, "remove", remove)
     assert "another save" in run.clean([Last(1)]).left[0].why
     assert made.restore(step=1) == {"step": "again"}
 
@@ -838,15 +838,15 @@ def test_a_directory_is_never_cleaned_away_under_a_save_that_begins_in_it(tmp_pa
     made.wait()
     (tmp_path / step_name(2)).mkdir()
     age(tmp_path / step_name(2))
-    entered, real = threading.Event(), made.directory.remove_directory
+    entered, real = threading.Event(), made.directory.remover.remove
 
-    def remove(removal, grace):
+    def remove(folder, removal, grace):
         entered.set()
         time.sleep(0.3)
         order.append("removed")
-        return real(removal, grace)
+        return real(folder, removal, grace)
 
-    monkeypatch.setattr(made.directory, "remove_directory", remove)
+    monkeypatch.setattr(made.directory.remover, "remove", remove)
     made.retention.start()
     assert entered.wait(60)
     made.save(2, {"s": 2})

@@ -14,6 +14,11 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import treeckpt as tc
 
@@ -123,6 +128,53 @@ def _accelerate(task: FrameworkTask, clock: SaveClock) -> None:
     accelerator.end_training()
 
 
+# torchtitan -----------------------------------------------------------------------------------------------------------
+
+
+class _NamedOptimizer:
+    """An optimizer whose state is by names, as that of torchtitan."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self._model, self._optimizer, options=self._options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self._model, self._optimizer, state, options=self._options)
+
+
+def _torchtitan(task: FrameworkTask, clock: SaveClock) -> None:
+    """Its checkpoint manager alone: its trainer asks for an accelerator."""
+    from torchtitan.components.checkpointer import CheckpointManager  # pyright: ignore[reportMissingImports]
+
+    from ..integrations.torchtitan import TreeckptManager
+
+    model = bench_model(task.scale)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedulers = torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    kind: Any = CheckpointManager if task.side == "own" else TreeckptManager
+    parts: dict[str, Any] = {
+        "model_parts": [model],
+        "optimizers": _NamedOptimizer(model, optimizer),
+        "lr_schedulers": schedulers,
+    }
+    config = kind.Config(enable=True, interval=1, keep_latest_k=0)
+    manager = kind(config, dataloader=None, states={}, sd_adapter=None, base_folder=task.directory, **parts)
+
+    def save(step: int) -> None:
+        manager.save(step)
+        manager.maybe_wait_for_staging()
+
+    for step in range(1, task.saves + 1):
+        train_step(model, optimizer)
+        path = Path(task.directory, config.folder, f"step-{step}")
+        clock.measure(partial(save, step), partial(clock.wait_for, path))
+    manager.close()
+
+
 # Ray Train ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,5 +222,6 @@ FRAMEWORKS = (
     Framework("transformers", "transformers", _transformers),
     Framework("lightning", "lightning", _lightning),
     Framework("accelerate", "accelerate", _accelerate),
+    Framework("torchtitan", "torchtitan", _torchtitan),
     Framework("ray", "ray", _ray),
 )

@@ -224,8 +224,8 @@ def id_of(info: CheckpointInfo) -> CheckpointId | None:
     index cannot be decoded and shards are beside it, as that is not known then; and where a deletion was cut short, of
     which a run has only those of its checkpoints.
     """
-    if info.named_step is not None:
-        return info.named_step
+    if (step := step_of(info.name) if info.named_step is None else info.named_step) is not None:
+        return step
     named = info.lineage is not None and info.lineage.name == info.name
     unknown = info.files == "damaged" and info.save_id is None and bool(info.nbytes)
     return info.name if named or unknown or info.deleting else None

@@ -119,7 +119,7 @@ class RunDirectory:
         self._verifications = verifications
         self.pattern = check_pattern(pattern)
         self.failures = FailureHistory(self.store)
-        self._remover = CheckpointRemover(self._clock, self._cache, self.failures)
+        self.remover = CheckpointRemover(self._clock, self._cache, self.failures)
 
     def folder(self, step: CheckpointId) -> Store:
         """Returns the directory of a step, whether or not it exists, and whatever the width of its number is."""
@@ -289,7 +289,7 @@ class RunDirectory:
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
         facts = [
-            self._remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
+            self.remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
         ]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
@@ -301,7 +301,7 @@ class RunDirectory:
             try:
                 with claim(removal.name) if claim is not None else contextlib.nullcontext(True) as free:
                     folder = self.store.folder(removal.name)
-                    why = self._remover.remove(folder, removal, grace) if free else "it is being saved"
+                    why = self.remover.remove(folder, removal, grace) if free else "it is being saved"
             except FileNotFoundError:  # another process was faster
                 continue
             except (OSError, TreeckptError) as error:
@@ -339,7 +339,7 @@ class RunDirectory:
         with claim(folder.name) as free:
             if not free:
                 raise held_error(folder, "it is being saved")
-            self._remover.delete(folder, removal, grace)
+            self.remover.delete(folder, removal, grace)
 
     def plan_deletion(
         self, step: CheckpointId, *, force: bool = False, grace: float = GRACE
@@ -357,7 +357,7 @@ class RunDirectory:
         is_link = force and folder.is_link
         if not is_link and (info.files == "foreign" or id_of(info) is None):
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
-        return info, self._remover.plan(info, folder, grace, force=force)
+        return info, self.remover.plan(info, folder, grace, force=force)
 
 
 def refuse_link(store: Store) -> None:
