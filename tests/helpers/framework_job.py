@@ -72,13 +72,24 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
 
 
 @contextlib.contextmanager
-def killed_in_save() -> Iterator[None]:
-    """Stops the processes that write for this one, which begins a save in the body; then kills them and this one."""
+def writers_stopped() -> Iterator[list[int]]:
+    """Stops the processes that write for this one, which begins a save in the body."""
     tasks = Path("/proc/self/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     assert children, "no process writes for this one"
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
-    yield
-    for pid in (*children, os.getpid()):
-        os.kill(pid, signal.SIGKILL)
+    try:
+        yield children
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def killed_in_save() -> Iterator[None]:
+    """Kills the processes that write for this one, and this one, after the body, which begins a save."""
+    with writers_stopped() as children:
+        yield
+        for pid in (*children, os.getpid()):
+            os.kill(pid, signal.SIGKILL)

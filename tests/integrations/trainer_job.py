@@ -124,9 +124,10 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--own", action="store_true")
+    parser.add_argument("--batch", type=int, default=2)
     options = parser.parse_args()
     model = adapted(language_model()) if options.lora else language_model()
-    args = arguments_of(options.directory, options.steps)
+    args = arguments_of(options.directory, options.steps, per_device_train_batch_size=options.batch)
     kind: Any = RecordedOwn if options.own else Recorded
     trainer = kind(model=model, args=args, train_dataset=Tokens(), kill_in=options.kill_in)
     if options.fsdp:

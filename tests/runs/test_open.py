@@ -40,11 +40,15 @@ def damage(run: Path, step: int) -> None:
     flip(shards_of(run / step_name(step))[0], -10)
 
 
-def test_every_rank_opens_the_same_step_and_what_was_saved_beside_it(tmp_path: Path) -> None:
-    filled(tmp_path, 1, 2)
+@pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
+def test_every_rank_opens_the_same_step_and_what_was_saved_beside_it(
+    tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    run = request.getfixturevalue("s3").url() if where == "s3" else tmp_path
+    filled(run, 1, 2)
 
     def act(comm: Any) -> Any:
-        manager = tc.Manager(tmp_path, comm=comm)
+        manager = tc.Manager(run, comm=comm)
         with manager.open() as opened:
             assert opened is not None and manager.count == 0 and opened.passed_over == ()
             found = opened.step, opened.files, opened.custom_metadata, opened.read_file("state.json")

@@ -173,13 +173,16 @@ class TreeckptMixin(_Base):
             if isinstance(callback, ExportableState):
                 noted, name = state.stateful_callbacks, type(callback).__name__
                 noted[name] = [*noted[name], callback.state()] if isinstance(noted[name], list) else callback.state()
-        text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+        files = None
+        if self.is_world_process_zero():
+            text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+            files = {**self._files, "trainer_state.json": text.encode()}
         self._hub.before_save(path)
         saved = self._manager.save(
             step,
             self._training_state(),
             metrics=metrics,
-            files={**self._files, "trainer_state.json": text.encode()},
+            files=files,
             custom_metadata={"save_only_model": self.args.save_only_model},
         )
         self._hub.add(step, saved)
