@@ -1,0 +1,79 @@
+"""Accelerate on `treeckpt.integrations.accelerate`: killed inside a save, a run resumes bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import treeckpt as tc
+
+ROOT = Path(__file__).parents[2]
+STEPS = 9
+KILLED_AT = 8
+"""The step in whose save a run is killed: three steps into an epoch of five, the save before is one step into it."""
+
+
+class Job(NamedTuple):
+    """How a run is begun and resumed."""
+
+    ranks: int
+    resumed: int
+    """The number of ranks that resume."""
+    options: tuple[str, ...] = ("--dropout", "0.5")
+
+
+JOBS = (
+    Job(1, 1),
+    Job(2, 2),
+    Job(2, 2, ("--dropout", "0.5", "--seedable")),
+    Job(2, 2, ("--dropout", "0.5", "--dispatch")),
+    Job(2, 2, ("--dropout", "0.5", "--fsdp")),
+    Job(2, 1, ("--fsdp",)),
+    Job(1, 2, ()),
+)
+
+
+def launch(job: Job, ranks: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
+    command += ["-m", "tests.integrations.accelerate_job", str(directory), str(STEPS), *job.options, *arguments]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=120, check=False, text=True, stdout=out, stderr=err
+    )
+
+
+def outcome(directory: Path, ranks: int) -> dict[str, Any]:
+    """Returns what the ranks of a run have, with the losses of all."""
+    found = [torch.load(directory / f"outcome-{rank}.pt") for rank in range(ranks)]
+    return found[0] | {"losses": {step: loss for one in found for step, loss in one["losses"].items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, (job.ranks, job.resumed, *job.options))))
+def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed: `make test-frameworks` installs it")
+    whole = launch(job, job.ranks, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stdout
+    killed = launch(job, job.ranks, tmp_path / "killed", "--kill-at", f"{KILLED_AT}")
+    assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
+    resized = () if job.resumed == job.ranks else ("--resized",)
+    resumed = launch(job, job.resumed, tmp_path / "killed", *resized)
+    assert resumed.returncode == 0, resumed.stdout
+    one, other = outcome(tmp_path / "whole", job.ranks), outcome(tmp_path / "killed", job.resumed)
+    assert (one["resumed_from"], other["resumed_from"]) == (0, 6)
+    losses = {step: loss for step, loss in one["losses"].items() if step[0] >= 6}
+    assert other["losses"] == losses and len(losses) == 2 * (STEPS - 6)
+    assert one["rate"] == other["rate"]
+    assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
+    runs = [tc.Manager(tmp_path / name / "checkpoints", name="checkpoint_{step}") for name in ("whole", "killed")]
+    assert runs[0].steps() == runs[1].steps() == [2, 3]

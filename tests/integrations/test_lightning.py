@@ -1,0 +1,81 @@
+"""Lightning on `treeckpt.integrations.lightning`: killed inside a save, a run resumes bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import treeckpt as tc
+
+ROOT = Path(__file__).parents[2]
+STEPS = 7
+
+
+class Job(NamedTuple):
+    """How a run is begun and resumed."""
+
+    strategy: str
+    ranks: int = 2
+    resumed: int = 2
+    """The number of ranks that resume."""
+    package: str = "lightning.pytorch"
+    options: tuple[str, ...] = ()
+
+
+JOBS = (
+    Job("auto", 1, 1, "pytorch_lightning", ("--dropout", "0.5")),
+    Job("auto", 1, 1, "lightning.pytorch", ("--dropout", "0.5", "--save-last", "link")),
+    Job("ddp", options=("--dropout", "0.5")),
+    Job("all-ddp", options=("--dropout", "0.5", "--kill-in", "last")),
+    Job("all-ddp", 1, 2, options=("--save-last", "link")),
+    Job("fsdp", 2, 2, "pytorch_lightning", ("--dropout", "0.5")),
+    Job("fsdp", 2, 1, options=("--kill-in", "last")),
+    Job("fsdp", 1, 2),
+)
+
+
+def launch(job: Job, ranks: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
+    command += ["-m", "tests.integrations.lightning_job", str(directory), str(STEPS), "--package", job.package]
+    command += ["--strategy", job.strategy, *job.options, *arguments]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=120, check=False, text=True, stdout=out, stderr=err
+    )
+
+
+def outcome(directory: Path, ranks: int) -> dict[str, Any]:
+    """Returns what the ranks of a run have, with the losses of all."""
+    found = [torch.load(directory / f"outcome-{rank}.pt") for rank in range(ranks)]
+    return found[0] | {"losses": {step: loss for one in found for step, loss in one["losses"].items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.package}-{job.strategy}-{job.ranks}-{job.resumed}")
+def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) -> None:
+    if importlib.util.find_spec(job.package.partition(".")[0]) is None:
+        pytest.skip(f"{job.package} is not installed: `make test-frameworks` installs it")
+    whole = launch(job, job.ranks, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stdout
+    killed = launch(job, job.ranks, tmp_path / "killed", "--kill-at", "4")
+    assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
+    resumed = launch(job, job.resumed, tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stdout
+    one, other = outcome(tmp_path / "whole", job.ranks), outcome(tmp_path / "killed", job.resumed)
+    steps = {step for step, _ in other["losses"]}
+    assert steps in (set(range(2, STEPS)), set(range(4, STEPS)))
+    assert all(one["losses"][step] == loss for step, loss in other["losses"].items())
+    assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
+    assert [Path(path).name for path in other["kept"]] == [Path(path).name for path in one["kept"]]
+    there = {path.name for path in (tmp_path / "killed").glob("*.ckpt")}
+    assert there == {Path(path).name for path in other["kept"]} | {"last.ckpt"}
+    assert all(tc.verify(tmp_path / "killed" / name).ok for name in there)
