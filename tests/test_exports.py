@@ -59,6 +59,7 @@ NAMES = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "comm",
     "delete",
     "exists",
     "inspect",

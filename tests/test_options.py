@@ -189,12 +189,6 @@ def test_an_unknown_option_is_told_before_there_is_anything_to_restore(tmp_path:
             manager.restore(into={"n": 0}, ids=[1])
 
 
-@pytest.mark.parametrize("call", ["training.restore", "Manager.resume"])
-def test_the_error_for_partial_names_strict(run: Path, call: str) -> None:
-    with pytest.raises(TypeError, match=r"^'partial' is no option of .*; strict=.missing. restores a part"):
-        CALLS[call](run, partial=True)
-
-
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [

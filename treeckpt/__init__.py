@@ -52,6 +52,7 @@ from ._core.tree.containers import FromRank, PerRank
 from ._core.tree.keyed_table import KeyedTable
 from ._core.tree.paths import path_keys, path_text
 from ._core.tree.spec import ArraySpec
+from ._io.comm.comm import comm
 from ._io.storage.local_store import LocalStore
 from ._io.storage.object_store import ObjectRun, ObjectStore
 from ._io.storage.store import MemoryStore
@@ -116,6 +117,7 @@ __all__ = [
     "TreeckptError",
     "VerifyReport",
     "abstract",
+    "comm",
     "delete",
     "exists",
     "inspect",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack, cast
 
 import msgspec
@@ -37,6 +37,7 @@ from ._loading.options import (
     read_of,
 )
 from ._loading.overlay import Bank
+from ._loading.partial_ranks import PartialRanks, partial_ranks
 from ._loading.run_load import (
     CheckpointPath,
     exists,
@@ -74,7 +75,7 @@ __all__ = [
 SavePath = str | os.PathLike[str] | Store
 _DROPPED = "This rank's tree, if it was loaded, is dropped"
 _NO_ARRAY = "No array is read here: leave it out"
-AnyComm = Any  # a Comm, a torch.distributed process group, "alone", or None for the default one
+AnyComm = Any  # what `as_comm` takes
 
 
 @checks_options
@@ -106,8 +107,8 @@ def save(
             `PerRank`, and pieces of one array with `Sharded`; the pieces of a DTensor are known. An object with
             `state_dict` and `load_state_dict` stands for the result of `state_dict`.
         step: of training, 0 or more, kept in the index.
-        comm: which ranks save: a process group of torch.distributed (they talk over its Store, without a collective),
-            or a `Comm`; by default the default group, if that is up. "alone" saves in this process without talking.
+        comm: which ranks save: a process group of torch.distributed, by default the default one, if it is up; what
+            `treeckpt.comm` returns, or (rank, size, store); mpi4py's communicator; "alone" saves in this process alone.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
@@ -220,6 +221,7 @@ def load(
     rename: Renaming = None,
     transforms: Transforms = None,
     strict: Strict = True,
+    partial: bool = False,
     ids: Any = None,
     cast: bool = False,
     device: Device = None,
@@ -245,6 +247,7 @@ def load(
         select, exclude: globs over paths, or a path as keys, and what is below; the rest is as in like, else `...`.
         rename, transforms: {"h.$L.*": "layers.$L.*"}, then rules or statements of `treeckpt.rules`: as if saved so.
         strict: like and checkpoint have the same leaves, rules match; "missing": like's are there; False: one in both.
+        partial: like is this rank's part: strict holds for all ranks together, which all call.
         ids: the rows to load of each `KeyedTable`, in this order; int64[N], or a dict of it by path; see there.
         cast, device: converts other dtypes; where new tensors go, "original" for where each was, or a function of that.
         read: how bytes are read: `ReadOptions(verify=..., memory=..., once=..., mmap=..., copy=..., follow_links=...)`.
@@ -256,11 +259,11 @@ def load(
     Raises:
         CheckpointNotFound, CorruptError, FormatError, MismatchError: the state of the files, or what is wanted.
     """
-    with _ending(comm := as_comm(comm, sends_messages=together), path, together=together, hint=_DROPPED):
+    with _ending(comm, path, together=together, partial=partial, hint=_DROPPED) as (comm, ranks):
         options = LoadOptions(
             **choice_of(select, exclude, rename, transforms), strict=strict, ids=ids, cast=cast, device=device,
             read=read_of(read, "load"), fallback=fallback_of_load(fallback, "load"), allow_pickle=allow_pickle,
-            namespace=namespace,
+            namespace=namespace, partial=ranks,
         )  # fmt: skip
         tree, report = run_load(following(path, options.read.follow_links), like, comm, options)
     if on_report is not None:
@@ -326,6 +329,7 @@ def load_into(
     rename: Renaming = None,
     transforms: Transforms = None,
     strict: Strict = True,
+    partial: bool = False,
     cast: bool = False,
     read: ReadOptions | None = None,
     fallback: Fallback | None = None,
@@ -352,8 +356,8 @@ def load_into(
     >>> print(tc.load_into("run/step_00000100", {"model": model, "step": 0}).loaded)
     3
     """
-    comm = as_comm(comm, sends_messages=together)
-    with _ending(comm, path, together=together, hint="What was to be filled may be filled on some ranks only"):
+    hint = "What was to be filled may be filled on some ranks only"
+    with _ending(comm, path, together=together, partial=partial, hint=hint) as (comm, ranks):
         # what is new in the tree, as an array in the state of an object, is to have memory of its own
         read = msgspec.structs.replace(read_of(read, "load_into", IN_PLACE), copy=True)
         options = LoadOptions(
@@ -364,15 +368,25 @@ def load_into(
             fallback=fallback_of_load(fallback, "load_into"),
             allow_pickle=allow_pickle,
             namespace=namespace,
+            partial=ranks,
         )
         return run_load_into(following(path, read.follow_links), tree, comm, options)
 
 
-def _ending(comm: Comm, path: Any, *, together: bool, hint: str) -> AbstractContextManager[None]:
-    """Returns the context in which a rank loads: with `together` its end is that of all ranks."""
+@contextmanager
+def _ending(
+    comm: AnyComm, path: Any, *, together: bool, hint: str, partial: bool | PartialRanks = False
+) -> Iterator[tuple[Comm, PartialRanks | None]]:
+    """Gives the comm of a load, and with `partial` the ranks that are strict together, for its body.
+
+    With `together` its end is that of all ranks.
+    """
     if not isinstance(together, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MismatchError("together", expected="True or False", found=f"{together!r:.60}")
-    return ending_together(comm, "load", f"{getattr(path, 'url', path)}", hint=hint) if together else nullcontext()
+    comm, url = as_comm(comm, sends_messages=together or bool(partial)), f"{getattr(path, 'url', path)}"
+    end = ending_together(comm, "load", url, hint=hint) if together else nullcontext()
+    with end, partial_ranks(comm, url, partial) as ranks:
+        yield comm, ranks
 
 
 def load_async(
@@ -399,6 +413,8 @@ def load_async(
     together = options.pop("together", False)
     comm = as_comm(options.pop("comm", None), sends_messages=together)
     hint = f"On {comm.size} ranks these exchange messages while they load so: use load, on every rank"
+    if comm.size > 1 and options.get("partial"):
+        raise MismatchError("partial", expected="False, in load_async", found="True", hint=hint)
     # options are checked here, so that this call refuses them, and not `result`
     read = read_of(options.get("read"), "load_async", {"once": hint} if comm.size > 1 else {})
     fallback_of(options.get("fallback"), "load_async", {"on_corrupt": hint} if comm.size > 1 else {})

@@ -461,6 +461,22 @@ def test_tensors_without_data_are_refused() -> None:
     assert "like=" in refused(tc.ArraySpec((3,), "float32"))
 
 
+def partitioned(parameter: Parameter) -> Parameter:
+    """Leaves of a parameter what ZeRO-3 does; tests/training/test_deepspeed.py has DeepSpeed itself do it."""
+    parameter.ds_shape, parameter.ds_tensor = parameter.shape, parameter.detach().flatten().clone()  # type: ignore[attr-defined]
+    parameter.data = torch.empty(0)
+    return parameter
+
+
+def test_a_parameter_that_zero_3_has_partitioned_is_refused_by_name() -> None:
+    text = refused(partitioned(Parameter(torch.ones(3, 5))))
+    assert "of shape (3, 5), which DeepSpeed ZeRO-3 has partitioned" in text and "GatheredParameters" in text
+    store = tc.MemoryStore()
+    tc.save(store, {"w": torch.ones(3, 5), "none": torch.empty(0)})
+    with pytest.raises(tc.TreeckptError, match=r"w: .*DeepSpeed ZeRO-3"):
+        tc.load_into(store, {"w": partitioned(Parameter(torch.ones(3, 5))), "none": torch.empty(0)})
+
+
 class Tagged(torch.Tensor):
     """A subclass that torch lets through everywhere."""
 

@@ -231,3 +231,18 @@ def the_way_that_the_error_of_fsdp1_names_resumes_it_and_restores_a_plain_model(
         )
     for name, tensor in plain.state_dict().items():
         assert torch.equal(wanted[name], resumed[name]) and torch.allclose(wanted[name], tensor)
+
+
+@case("four")
+def flat_parts_of_fsdp1_are_no_replicas_and_the_error_names_what_saves_them(here: Rank) -> None:
+    for width, has_names in ((30, False), (30, True), (20_000, False)):  # of the last each rank has 120 KB
+        model = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 1))
+        wrapped = FullyShardedDataParallel(model, use_orig_params=has_names, device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(wrapped.parameters())
+        wrapped(torch.rand(3, 5)).sum().backward()
+        optimizer.step()
+        for tree in (dict(wrapped.named_parameters()), optimizer.state_dict()):
+            with pytest.raises(
+                tc.MismatchError, match=r"FSDP1, ZeRO.*tc\.training\.state\(model, optimizer\) saves it"
+            ):
+                tc.save(here.directory / "flat", tree)

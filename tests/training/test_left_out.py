@@ -124,3 +124,30 @@ def test_what_means_nothing_is_refused(options: Any, path: str) -> None:
     with pytest.raises(tc.TreeError) as caught:
         training.state(job(1)[0], **options)
     assert caught.value.path.startswith(path) and caught.value.expected and caught.value.found and caught.value.hint
+
+
+class Layer(nn.Linear):
+    """A layer with adapters by name, as PEFT has them; tests/integrations/test_adapters_left_out.py has its own."""
+
+    adapter_layer_names = ("lora_A", "lora_embedding", "missing")
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lora_A = nn.ModuleDict({"first": nn.Linear(4, 2), "second": nn.Linear(4, 2)})
+        self.lora_embedding = nn.ParameterDict({"third": nn.Parameter(torch.ones(2))})
+        self.requires_grad_(False)
+        self.lora_A["first"].requires_grad_(True)
+
+
+def test_adapters_that_are_not_active_are_named_once_where_they_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Layer(), Layer())
+    for _ in range(2):
+        assert len(training.state(model, frozen=False, exclude="model/1.*")["model"]) == 2
+    [record] = caplog.records
+    assert (
+        record.levelname == "WARNING"
+        and "not active: second, third (3 parameters: 0.lora_A.second.weight" in record.message
+    )
+    training.state(nn.Sequential(Layer()), frozen=False, exclude=("model/*.second.*", "model/*.third"))
+    training.state(nn.Sequential(Layer()))
+    assert len(caplog.records) == 1

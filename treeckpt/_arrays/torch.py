@@ -56,6 +56,7 @@ from .dtensor import (
     same_dtensor,
 )
 from .numpy import cast as cast_as_numpy
+from .zero_partitions import check_not_partitioned
 
 # plain tensors --------------------------------------------------------------------------------------------------------
 
@@ -365,6 +366,7 @@ known_dtype = torch_dtype
 
 def check_tensor(leaf: torch.Tensor, path: str) -> None:
     """Refuses tensors without bytes of their own, and those whose bytes depend on more than dtype and shape."""
+    whole = leaf
     if is_dtensor(leaf):
         leaf = part_of(leaf)
     kind = type(leaf)
@@ -386,6 +388,8 @@ def check_tensor(leaf: torch.Tensor, path: str) -> None:
             found=reason,
             hint="Save its parts (indices and values, int_repr and scale, ...) as leaves of their own",
         )
+    if whole.shape == (0,):
+        check_not_partitioned(whole, path)
     try:
         dtype_name(leaf.dtype)
     except FormatError as error:

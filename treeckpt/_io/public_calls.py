@@ -119,8 +119,6 @@ def check_group(
 def _meant_by(name: str, known: Iterable[str]) -> str:
     """Returns what an unknown option likely means, as the end of an error; empty if nothing is like it."""
     known = set(known)
-    if name == "partial" and "strict" in known:
-        return '; strict="missing" restores a part'
     fields = {field: (argument, group) for argument, (group, fields) in GROUPS.items() for field in fields
         if argument in known}  # fmt: skip
     near = [_RENAMED.get(name, name)]

@@ -464,6 +464,7 @@ def load_tree(checkpoint: Checkpoint, like: object, comm: Comm, options: LoadOpt
             if job.options.ids is not None:
                 check_tables(job, job.options.ids)
             matched = _match_saved(job) if like is None else _match(job, like, in_place=False)
+            job.unexpected = job.options.not_asked_for(job.unexpected)
         # ranks that share reads plan the same ranges, so each has to know the shards' own blocks before
         job.batch.run(BatchOptions(job.memory, read.verify, mapped=read.mmap, ahead=relay is None, relay=relay))
     tree = matched.build()
@@ -493,6 +494,8 @@ def load_into_tree(sources: Sequence[tuple[Checkpoint, LoadOptions]], tree: obje
                 matched.append(_match(jobs[-1], new, in_place=True))
             new = _prepare_into(matched[-1], new)
         check_ties([(job, filled) for job in jobs for filled in job.batch.filled])
+        for job in jobs:
+            job.unexpected = job.options.not_asked_for(job.unexpected)
     # shards of several checkpoints are opened before the first one fills anything
     ahead, verify = relay is None and len(jobs) == 1, options.read.verify
     readings = [BatchOptions(job.memory, verify, in_place=True, ahead=ahead, relay=relay) for job in jobs]

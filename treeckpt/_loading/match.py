@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +46,7 @@ from ..reports import LoadReport
 from ..rules._rules import Rule, check_scaled
 from ..rules._view import ComposedLeaf, View, unscaled_sources, view_of
 from .options import Device, Fallback, ReadOptions
+from .partial_ranks import PartialRanks
 from .plan import LeafPlaceholder
 from .read_batch import BatchOptions, ReadBatch, default_memory
 
@@ -82,6 +83,8 @@ class LoadOptions(msgspec.Struct, frozen=True):
     whose ids come from here, without it the ids of tables that get slots from here."""
     rows: Mapping[str, Any] = {}
     """The checkpoints that give rows of a table, where several do, as `RowGivers`, by the path of its ids."""
+    partial: PartialRanks | None = None
+    """The ranks that are strict together; None where each is for itself."""
 
     def __post_init__(self) -> None:
         if self.ids is not None:
@@ -91,6 +94,19 @@ class LoadOptions(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "ids", chosen_ids(given))
         if self.strict not in (True, False, "missing"):
             raise MismatchError("strict", expected="True or False or 'missing'", found=f"{self.strict!r:.60}")
+
+    @property
+    def own_strict(self) -> Strict:
+        """How strict this rank is by itself."""
+        return self.strict if self.partial is None else self.partial.own_strict(self.strict)
+
+    def not_asked_for(self, unexpected: Sequence[str]) -> list[str]:
+        """Returns the saved leaves that are not asked for: by this rank, or with `partial` by none; raises by `strict`.
+
+        Args:
+            unexpected: those that this rank does not ask for.
+        """
+        return [*unexpected] if self.partial is None else self.partial.check(unexpected, self.strict)
 
     @property
     def is_part(self) -> bool:
@@ -408,7 +424,7 @@ class Load:
         saved = [path for path in self.view.by_path if not self.is_of_others(path)]
         differences = compare_leaves(wanted, saved, lacks=lacks, whole=whole, selects=self.selected)
         self.unexpected = [*differences.unexpected]
-        check_same(differences, self.options.strict)
+        check_same(differences, self.options.own_strict)
 
     def report(self) -> LoadReport:
         report = LoadReport(

@@ -218,6 +218,7 @@ class LoadKeywords(TypedDict, total=False):
     rename: Renaming
     transforms: Transforms
     strict: Strict
+    partial: bool
     ids: Any
     cast: bool
     device: Device

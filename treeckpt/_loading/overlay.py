@@ -257,7 +257,7 @@ def _check_asked(
     differences = LeafDifferences(
         missing, differences.unexpected, common=differences.common or len(missing) < len(differences.missing)
     )
-    check_same(differences, options.strict)
+    check_same(differences, options.own_strict)
     return differences
 
 
@@ -367,9 +367,11 @@ def _provide(bank: Bank, like: object, comm: Comm, options: LoadOptions, *, in_p
     for part in parts:
         rules, only = part.job.options.rules, frozenset(part.wins)
         # each lacks what others give: `strict` was applied to all of them together
-        own = msgspec.structs.replace(options, rules=rules, strict=False, only=only, joined=part.joined, rows=part.rows)
+        given = {"only": only, "joined": part.joined, "rows": part.rows}
+        own = msgspec.structs.replace(options, rules=rules, strict=False, partial=None, **given)
         sources.append((part.job.checkpoint, own))
-    return _Provided(sources, differences)
+    unexpected = options.not_asked_for(differences.unexpected)
+    return _Provided(sources, msgspec.structs.replace(differences, unexpected=unexpected))
 
 
 def _merged(trees: Sequence[object], comm: Comm, options: LoadOptions) -> object:

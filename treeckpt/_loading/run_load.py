@@ -224,13 +224,13 @@ def run_load(path: Any, like: Any, comm: Comm, options: LoadOptions) -> tuple[An
 
         with gc_paused():
             # with shared reads a rank that begins again alone would leave the others waiting
-            return in_parts_if_needed(run, always=bool(options.read.once))
+            return in_parts_if_needed(run, always=bool(options.read.once) or options.partial is not None)
 
     once = bool(options.read.once)
     return on_versions(
         path,
         load_version,
-        together=once,
+        together=once or options.partial is not None,
         is_suspect=lambda result: result[1].damaged,
         across=LoadingRanks(comm) if once else None,
     )
@@ -285,7 +285,7 @@ def run_load_into(path: Any, tree: Any, comm: Comm, options: LoadOptions) -> Loa
     return on_versions(
         path,
         lambda source: fill_tree(source, tree, comm, options),
-        together=once,
+        together=once or options.partial is not None,
         is_suspect=lambda report: report.damaged,
         across=LoadingRanks(comm) if once else None,
     )
@@ -311,7 +311,9 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
         def as_saved(path: str, *, arrays: bool) -> Any:
             # an object asks for what it needs, on whichever ranks have it: no rank may wait for others here
             read = msgspec.structs.replace(options.read, copy=False, once=False)
-            own = msgspec.structs.replace(options, below=path, strict=False, read=read, specs_only=not arrays)
+            own = msgspec.structs.replace(
+                options, below=path, strict=False, partial=None, read=read, specs_only=not arrays
+            )
             saved, report = _load(source, None, comm, own)
             before.append(report)
             return saved
@@ -321,7 +323,7 @@ def fill_tree(source: Checkpoint | Bank, tree: Any, comm: Comm, options: LoadOpt
         return msgspec.structs.replace(report, loaded=report.loaded + more, **read)
 
     with gc_paused():
-        return in_parts_if_needed(fill, always=bool(options.read.once))
+        return in_parts_if_needed(fill, always=bool(options.read.once) or options.partial is not None)
 
 
 CheckpointPath = str | os.PathLike[str] | Store | Checkpoint

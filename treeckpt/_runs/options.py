@@ -66,6 +66,7 @@ class RestoreKeywords(TypedDict, total=False):
     transforms: Transforms
     from_root: bool
     strict: Strict
+    partial: bool
     cast: bool
     keep: Sequence[str]
     read: ReadOptions | None

@@ -45,6 +45,7 @@ from .._loading.disks import LoadingRanks
 from .._loading.execute_shared import reads_once
 from .._loading.options import Fallback, LoadKeywords, ReadOptions
 from .._loading.overlay import Bank, as_bank
+from .._loading.partial_ranks import partial_ranks
 from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_one_version, on_versions
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StoreError, TreeckptError
@@ -520,8 +521,12 @@ class OpenedStep:
 
         once = bool(read.once)
         across = LoadingRanks(comm, apart=True) if once and choice.apart else None
-        with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
-            return on_one_version(source, load_version, together=once, known=known, across=across)
+        partly = options.get("partial", False)
+        # around all: a rank that fails to open the checkpoint says so where the others wait for its part
+        with partial_ranks(comm, choice.path, partly) as ranks:
+            options = {**options, "partial": ranks or False}
+            with bar if self._comm.rank == 0 else contextlib.nullcontext(store) as source:
+                return on_one_version(source, load_version, together=once or partly, known=known, across=across)
 
     def _run(self, act: Callable[[], T], *, fills: bool) -> T:
         """Returns what `act` returns on this rank; raises on every rank where it fails on some.

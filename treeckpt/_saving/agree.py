@@ -45,6 +45,7 @@ from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import Sidecar
 from .._core.planning.rank_trees import (
+    SPLIT_ADVICE,
     GlobalTree,
     Inventory,
     RankClass,
@@ -682,7 +683,7 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank, and that of which rank 0's counts in "
-                    "tc.FromRank; if they should be equal, find out why not",
+                    f"tc.FromRank; if they should be equal, find out why not. {SPLIT_ADVICE}",
                 )
     check_disjoint([(first, path) for path, (first, _) in seen.items()])
 

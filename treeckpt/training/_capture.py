@@ -7,13 +7,20 @@ message is sent.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, TypedDict, get_args
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from .._arrays.registry import PICKLE_ADVICE, abstract_of, encode
 from .._arrays.stateful import holds_stateful, is_stateful, object_states, state_tree
 from .._core.tree.containers import FromRank, PerRank
 from .._core.tree.flatten import flatten
+from .._core.tree.leaf_differences import some_of
 from .._core.tree.paths import Selection, compile_globs, globs_of
 from .._core.tree.structure import key_text
 from .._io.public_calls import checks_options
@@ -24,6 +31,7 @@ from ._optimizers import NamedOptimizer, Optimizers, groups_of, name_optimizers,
 from ._rank_state import rng_state
 from ._user_state import check_loader, loader_state
 
+_log = logging.getLogger("treeckpt")
 Buffers = Literal["replicated", "first", "same", "per_rank"]
 """Whose buffers are saved, where several ranks hold a module."""
 LEFT_OUT = "left_out"
@@ -73,8 +81,8 @@ def state(
             "first": without one that of rank 0 counts, whatever the others have. "same": all are compared, as plain
             tensors are. "per_rank": one for each rank.
         select, exclude: globs over `model/...`: what is not selected is left out, and the optimizers' state of it.
-        frozen: False leaves out parameters that do not require gradients, as beside adapters (LoRA). What is left out
-            is named under "left_out": `restore` takes such a checkpoint with `strict="missing"`, and reports it.
+        frozen: False leaves out parameters without gradients, as beside adapters (LoRA): named under "left_out", which
+            `restore` takes with `strict="missing"` and reports. A warning names adapters of PEFT that are not active.
 
     Raises:
         TreeError: parameters of an optimizer that are not the model's, two objects of one name, a glob without meaning.
@@ -183,7 +191,42 @@ def _left_out(
             left[name] = "exclude"
         elif not frozen and entry.kind == "parameter" and not entry.value.requires_grad:
             left[name] = "frozen"
+    _warn_of_adapters(entries, left)
     return left
+
+
+_ADAPTERS = "adapter_layer_names"
+"""The attribute in which a layer of PEFT names its dicts of adapters."""
+_warned: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""The adapters of each model of which it was said that they are left out."""
+
+
+def _warn_of_adapters(entries: Sequence[StateDictEntry], left_out: Mapping[str, str]) -> None:
+    """Warns, once for each model, of adapters of PEFT that were left out as frozen since they are not active."""
+    frozen = [entry for entry in entries if left_out.get(entry.full_name) == "frozen"]
+    for root in {id(entry.root): entry.root for entry in frozen}.values():
+        adapters = _adapters_of(root)
+        left = [(adapters[id(entry.value)], entry.full_name) for entry in frozen if id(entry.value) in adapters]
+        names = frozenset(name for name, _ in left)
+        if names and _warned.get(root) != names:
+            _warned[root] = names
+            _log.warning(
+                "training.state(frozen=False) leaves out adapters that are not active: %s (%s). frozen=True saves "
+                "them; exclude= with their names says that it is meant",
+                ", ".join(sorted(names)),
+                some_of("parameters", [path for _, path in left]),
+            )
+
+
+def _adapters_of(root: nn.Module) -> dict[int, str]:
+    """Returns the name of the adapter of each parameter that belongs to one, by identity."""
+    found: dict[int, str] = {}
+    for layer in root.modules():
+        for name in getattr(layer, _ADAPTERS, ()):
+            with contextlib.suppress(AttributeError):  # not each layer has all that its class names
+                by_adapter: nn.Module = operator.attrgetter(name)(layer)
+                found |= {id(parameter): path.partition(".")[0] for path, parameter in by_adapter.named_parameters()}
+    return found
 
 
 def _marked(entry: StateDictEntry, buffers: Buffers) -> Any:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -122,11 +123,13 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
     """Returns the optimizers with names for their parameters.
 
     Raises:
-        TreeError: a parameter that is not the model's.
+        TreeError: a parameter that is not the model's; DeepSpeed has the state.
     """
     if optimizer is None:
         return []
     pairs = named_objects(optimizer, torch.optim.Optimizer, "optimizer")
+    if "deepspeed" in sys.modules:
+        _refuse_zero(pairs, model)
     groups = [_named_groups(prefix, live, model.ties) for prefix, live in pairs]
     prefixes = [prefix for prefix, _ in pairs]
     labels: list[list[str]] = [[] for _ in pairs]
@@ -137,6 +140,22 @@ def name_optimizers(optimizer: Optimizers | None, model: ModelEntries) -> list[N
             labels[number] = list(itertools.islice(each, len(groups[number])))
     optimizers = zip(pairs, groups, labels, strict=True)
     return [_name_one(prefix, live, model, mine, theirs) for (prefix, live), mine, theirs in optimizers]
+
+
+def _refuse_zero(pairs: Sequence[tuple[Key, Any]], model: ModelEntries) -> None:
+    """Refuses optimizers whose state DeepSpeed has, in flat parts of all parameters together."""
+    partitioned = any(hasattr(entry.value, "ds_shape") for entry in model.entries)
+    for prefix, live in pairs:
+        kinds = [kind for part in optimizer_chain(live) for kind in type(part).__mro__]
+        zero = next((kind for kind in kinds if kind.__module__.startswith("deepspeed.runtime.")), None)
+        if zero is not None or partitioned:
+            name = type(live).__qualname__ if zero is None else f"DeepSpeed's {zero.__qualname__}"
+            raise TreeError(
+                key_path(("optimizer", *prefix)),
+                expected="an optimizer that has the state of the model's parameters",
+                found=f"{name}, which has flat parts of these (ZeRO)",
+                hint=_ZERO_ADVICE,
+            )
 
 
 def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> list[ParamGroup]:
@@ -162,6 +181,12 @@ def _named_groups(prefix: Key, optimizer: Any, ties: Mapping[int, tuple[Key, ...
         )
         for position, group in enumerate(groups)
     ]
+
+
+_ZERO_ADVICE = (
+    "Save training.state(engine.module) for the weights, and the optimizer with engine.save_checkpoint beside it. With "
+    "fully_shard (FSDP2) in place of ZeRO, training.state(model, optimizer) has both, for any number of ranks"
+)
 
 
 def _masters(optimizer: Any, ties: Mapping[int, tuple[Key, ...]]) -> dict[int, tuple[Key, ...]]:
@@ -284,7 +309,9 @@ def _name_of(parameter: Tensor, ties: Mapping[int, tuple[Key, ...]], where: str)
             where,
             expected="parameters of the model that is given",
             found=f"a tensor of shape {tuple(parameter.shape)} that is none of them",
-            hint="Give every module whose parameters the optimizer has. If the model was moved, materialised or "
+            hint=_ZERO_ADVICE
+            if "deepspeed" in sys.modules
+            else "Give every module whose parameters the optimizer has. If the model was moved, materialised or "
             "sharded (fully_shard, parallelize_module) after the optimizer was made, make the optimizer after that",
         )
     return names[0]
@@ -298,7 +325,9 @@ def _check(live: NamedOptimizer) -> None:
                 "optimizer",
                 expected="state of parameters in the optimizer's groups",
                 found=f"state of a tensor of shape {tuple(key.shape)} that is in none",
-                hint="Remove it from optimizer.state, or add the parameter to a group",
+                hint=_ZERO_ADVICE
+                if "deepspeed" in sys.modules
+                else "Remove it from optimizer.state, or add the parameter to a group",
             )
     if is_lbfgs(live.stateful) and any(is_dtensor(parameter) for parameter in live.parameters.values()):
         raise TreeError(

@@ -36,6 +36,7 @@ from .._loading.disks import LoadingRanks
 from .._loading.match import LoadOptions
 from .._loading.options import IN_PLACE, NO_SALVAGE, Fallback, ReadOptions, choice_of, fallback_of, read_of
 from .._loading.overlay import Bank
+from .._loading.partial_ranks import partial_ranks
 from .._loading.read_batch import open_relay, together
 from .._loading.run_load import on_versions
 from ..errors import CheckpointNotFound, MismatchError
@@ -168,6 +169,7 @@ def restore(
     under: Any = "",
     from_root: bool = False,
     strict: Strict = True,
+    partial: bool = False,
     cast: bool = False,
     keep: Sequence[str] = (),
     read: ReadOptions | None = None,
@@ -193,25 +195,33 @@ def restore(
         under: the path in a training state where the source belongs: "model" of a state dict. Rules see its own names.
         from_root: rules see all names, and can move `state_dict/...` to `model/...`; the optimizers' state stays.
         strict: all here must be in the checkpoint, and parts that are asked for here; "missing": the first alone.
+        partial: this rank has a part, as a stage of a pipeline: strict holds for all ranks together, which all call.
         keep: hyper-parameters that stay as here, as ("lr",). Others, and a scheduler's, come as saved, with a warning.
         cast, read, allow_pickle, comm, namespace: as for `treeckpt.load_into`; fresh moments are cast too.
-        fallback: what a rank gets of state that was each rank's own, if another number of ranks had saved it:
-            `Fallback(per_rank={"loader": "take"})`. By default all is refused but "rng".
+        fallback: for each rank's own state of another number of ranks: `Fallback(per_rank={"loader": "take"})`.
         device: where plain tensors on the meta device go, by default torch's default device.
 
     Raises:
         As `treeckpt.load_into`; TreeError for an optimizer with parameters that are not the model's.
     """
-    comm, under = as_comm(comm, sends_messages=False), under if isinstance(under, str) else as_path(under, "under")
-    options = LoadOptions(
-        **choice_of(select, exclude), strict=strict, cast=cast,
-        rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
-        fallback=fallback_of(fallback, "restore", NO_SALVAGE), allow_pickle=allow_pickle, namespace=namespace,
-    )  # fmt: skip
-    targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
-    run = functools.partial(_restore, comm=comm, targets=targets, options=options, under=under, from_root=from_root)
-    stored, ranks = following(source, options.read.follow_links), LoadingRanks(comm) if options.read.once else None
-    return on_versions(stored, run, together=bool(ranks), across=ranks) if is_stored(source) else run(source)
+    comm, under = as_comm(comm, sends_messages=partial), under if isinstance(under, str) else as_path(under, "under")
+    with partial_ranks(comm, "restore", partial) as ranks:
+        options = LoadOptions(
+            **choice_of(select, exclude), strict=strict, partial=ranks, cast=cast, allow_pickle=allow_pickle,
+            rules=rules_of(rename, transforms, under, from_root=from_root), read=read_of(read, "restore", IN_PLACE),
+            fallback=fallback_of(fallback, "restore", NO_SALVAGE), namespace=namespace,
+        )  # fmt: skip
+        targets = RestoreTargets(model, optimizer, scheduler, loader, rng, extra, keep=tuple(keep), device=device)
+        return _on_versions(source, comm=comm, options=options, targets=targets, under=under, from_root=from_root)
+
+
+def _on_versions(source: Any, *, comm: Comm, options: LoadOptions, **others: Any) -> RestoreReport:
+    """Restores from a tree, or from files, on one version of each checkpoint."""
+    run = functools.partial(_restore, comm=comm, options=options, **others)
+    if not is_stored(source):
+        return run(source)
+    stored, across = following(source, options.read.follow_links), LoadingRanks(comm) if options.read.once else None
+    return on_versions(stored, run, together=bool(across or options.partial), across=across)
 
 
 def _restore(
@@ -219,6 +229,8 @@ def _restore(
 ) -> RestoreReport:
     """Restores one version of a source: compares everything first, then changes the targets."""
     given, objects = (given.checkpoint, given.objects) if isinstance(given, WithObjects) else (given, {})
+    not_asked_for = options.not_asked_for
+    options = msgspec.structs.replace(options, strict=options.own_strict, partial=None)
     opened = [given] if isinstance(given, Checkpoint) else given.paths if isinstance(given, Bank) else []
     for checkpoint in opened if options.is_part else ():
         with contextlib.suppress(CheckpointNotFound):  # one that may be missing
@@ -250,6 +262,7 @@ def _restore(
             job.plan_objects((*parse_path(under), part), trees)
         if job.missing or job.unexpected:
             job.check_keys()
+        job.unexpected = not_asked_for(job.unexpected)
         job.note_rest(is_ours=arrange is None or not arrange.has_rearranged)
     with together(relay, "restored"):
         return job.run()

@@ -22,6 +22,11 @@ from ..tree.merge import merge, with_ranks
 from ..tree.spec import BLOB_KINDS, ArraySpec, StridedView
 from ..tree.structure import PerRankNode, Structure, paths_of
 
+SPLIT_ADVICE = (
+    "Where a wrapper has split a model or its optimizer into flat parts (FSDP1, ZeRO), "
+    "tc.training.state(model, optimizer) saves it, or says what does"
+)
+
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One leaf of one rank's tree, or of the global tree."""
@@ -259,7 +264,7 @@ def _contradiction(a: LeafSpec, b: LeafSpec, ranks: Runs, others: Runs, what: st
         a.path,
         expected=f"the same {what} on every rank; rank {int(decode_runs(ranks)[0])} has {_describe(a)}",
         found=f"rank {int(decode_runs(others)[0])} has {_describe(b)}",
-        hint="Wrap what each rank has of its own in tc.PerRank, and pieces of one array in tc.Sharded",
+        hint=f"Wrap what each rank has of its own in tc.PerRank, and pieces of one array in tc.Sharded. {SPLIT_ADVICE}",
     )
 
 

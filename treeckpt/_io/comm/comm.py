@@ -2,6 +2,8 @@
 
 A comm posts, awaits and removes messages by key; `rounds` defines their order and the save that they belong to.
 `TorchComm` uses a clone of torch.distributed's Store, so a wait never blocks the training's use of that Store.
+`as_comm` knows all that the argument `comm` of public functions may be; another kind of comm is a class with the
+methods of `Comm`, and a line there.
 
 Whether a launcher has started this process as one of several ranks is found out by the environment alone: torchrun,
 srun, mpirun and jax.distributed tell each process its rank and the number of ranks. Processes without a comm would each
@@ -14,9 +16,13 @@ import contextlib
 import dataclasses
 import math
 import os
+import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +35,7 @@ from .message_store import (
     connect_to_leader,
     group_sizes_for,
     is_leader,
+    open_tcp_store,
     serve_leader_store,
 )
 
@@ -194,13 +201,14 @@ class UnconnectedComm:
 
 def unconnected_error(launched: LaunchedRank, name: str = "comm") -> RankError:
     """Returns the error where ranks would have to exchange messages; argument `name` would say how."""
+    others = ", tc.comm(store, rank, size) or MPI.COMM_WORLD of mpi4py" if name == "comm" else ""
     return RankError(
         name,
         ranks={launched.rank: "it cannot reach the others"},
         expected=f"a way to reach the other ranks, of {launched.size}",
         found=f"{launched.evidence}, but no process group of torch.distributed, and no {name}",
-        hint=f"Call dist.init_process_group first, or pass {name}=; a process that is to do this by itself, whatever "
-        f'the others do, passes {name}="alone"',
+        hint=f"Call dist.init_process_group first, or pass {name}={others}; a process that is to do this by itself, "
+        f'whatever the others do, passes {name}="alone"',
     )
 
 
@@ -481,33 +489,146 @@ def check_group(group: Any, name: str) -> None:
         )
 
 
-def as_comm(comm: Any, *, sends_messages: bool = True) -> Comm:
+def comm(store: Any, rank: int, size: int, *, timeout: float = TIMEOUT) -> Comm:
+    """Returns the comm of a rank over a Store of torch.distributed, where there is no process group.
+
+    It is what `comm=` takes, as `(rank, size, store)` does. Calls with one Store return one comm, whose first `timeout`
+    counts. Ranks are processes, or threads of one. A Store that a run before has left may be used again, once all of
+    its ranks have ended.
+
+    >>> import torch.distributed as dist
+    >>> report = tc.save("alone", {"step": 1}, comm=tc.comm(dist.HashStore(), 0, 1))
+
+    Args:
+        store: a TCPStore, FileStore, HashStore or PrefixStore: of each rank its own, of the same content.
+        rank, size: the number of this rank, below the number of ranks.
+        timeout: seconds to wait for another rank.
+
+    Raises:
+        TreeckptError: one of them is something else.
+    """
+    numbers = all(isinstance(number, int) and not isinstance(number, bool) for number in (rank, size))  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not numbers or not 0 <= rank < size or not all(hasattr(store, name) for name in _STORE_METHODS):
+        expected = "a Store of torch.distributed, and a rank from 0 up to size - 1"
+        raise TreeckptError("comm", expected=expected, found=f"{store!r:.60}, rank {rank!r:.20} of {size!r:.20}")
+    return _kept_comm(store, (rank, size), lambda: TorchComm(own_connection(store), rank, size, timeout=timeout))
+
+
+_STORE_METHODS = ("set", "get", "check", "delete_key")
+_MPI_TAG = 32_749
+"""The tag of the message by which rank 0 tells the others where its TCPStore is; MPI has tags up to 32767 at least."""
+
+
+class MpiComm:
+    """The comm of a rank of an MPI program: over a TCPStore that rank 0 serves from the first message on.
+
+    Args:
+        mpi: a communicator with the methods of mpi4py's.
+    """
+
+    def __init__(self, mpi: Any, timeout: float = TIMEOUT) -> None:
+        self.rank, self.size, self.timeout, self._mpi = mpi.Get_rank(), mpi.Get_size(), timeout, mpi
+        self.group_sizes = group_sizes_for(self.size)
+        self.state = CommState()
+
+    @cached_property
+    def _connected(self) -> TorchComm:
+        host = socket.gethostname()
+        if self.rank == 0:
+            store = open_tcp_store(host, 0, serves=True)
+            others = range(1, self.size)
+            self._sent = [self._mpi.isend((host, store.port), dest=rank, tag=_MPI_TAG) for rank in others]
+        else:
+            deadline = time.monotonic() + self.timeout
+            while not self._mpi.iprobe(source=0, tag=_MPI_TAG):
+                if time.monotonic() > deadline:
+                    text = f"silent for {self.timeout:g} s"
+                    raise RankError("ranks", ranks={0: text}, expected="the address of its message store")
+                time.sleep(0.01)
+            store = open_tcp_store(*self._mpi.recv(source=0, tag=_MPI_TAG), serves=False)
+        return TorchComm(store, self.rank, self.size, timeout=self.timeout)
+
+    def post(self, key: str, data: bytes) -> None:
+        self._connected.post(key, data)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
+        return self._connected.wait(keys, timeout)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        self._connected.drop(keys)
+
+    def leader_store(self, leader: int) -> MessageStore:
+        return self._connected.leader_store(leader)
+
+
+_KEPT: dict[int, tuple[weakref.ref[Any], dict[object, Comm]]] = {}
+"""The comms over each Store or communicator of the user, by its id: ranks count their saves on one comm."""
+_KEPT_LOCK = threading.Lock()
+
+
+def _kept_comm(over: Any, key: object, make: Callable[[], Comm]) -> Comm:
+    """Returns the comm of an object that is kept under a key; makes it the first time."""
+    with _KEPT_LOCK:
+        reference, comms = _KEPT.get(id(over), (None, dict[object, Comm]()))
+        if reference is None or reference() is not over:  # a new one may have the id of one that is gone
+            for number in [number for number, (one, _) in _KEPT.items() if one() is None]:
+                del _KEPT[number]
+            comms = dict[object, Comm]()
+            _KEPT[id(over)] = weakref.ref(over), comms
+        if key not in comms:
+            comms[key] = make()
+        return comms[key]
+
+
+def as_comm(given: Any, *, sends_messages: bool = True) -> Comm:
     """Returns the comm that the `comm` argument of a public function stands for.
 
     Args:
-        comm: a comm, a process group, "alone", or None for the default group (this process alone where there is none).
+        given: a comm, a process group, (rank, size, store), a communicator of mpi4py, "alone", or None for the default
+            group (this process alone where there is none).
         sends_messages: whether the call exchanges messages. Most loads do not: they need only rank and world size.
 
     Raises:
         RankError: a launcher has started other ranks, which None does not reach.
-        TreeckptError: `comm` is none of these.
+        TreeckptError: it is none of these.
     """
-    if isinstance(comm, str):
-        if comm == "alone" and world_size() > 1:
-            comms = _default_store_comms()
-            # kept, so that plans and the writer process last from save to save, as those of `_SOLO` do
-            return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
-        if comm == "alone":
+    if given is None:
+        launched = launched_rank() if not world_size() else None
+        if launched is not None and sends_messages:
+            raise unconnected_error(launched)
+        return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
+    kind: type[object] = type(given)
+    if kind is str and given == "alone":
+        if world_size() <= 1:
             return _SOLO
-        expected = 'a process group of torch.distributed, "alone", or None for all ranks'
-        raise TreeckptError("comm", expected=expected, found=f"{comm!r:.60}")
-    if comm is not None:
-        # a comm is known by its methods: it may be of a class of the user's
-        return comm if hasattr(comm, "post") else comm_of(comm)
-    launched = launched_rank() if not world_size() else None
-    if launched is not None and sends_messages:
-        raise unconnected_error(launched)
-    return default_comm() if launched is None else UnconnectedComm(launched, TIMEOUT)
+        comms = _default_store_comms()
+        # kept, so that plans and the writer process last from save to save, as those of `_SOLO` do
+        return comms.groups.setdefault("alone", SoloComm((comms.world.rank,)))
+    if hasattr(given, "post"):
+        return given  # a comm is known by its methods: it may be of a class of the user's
+    if issubclass(kind, tuple) and len(given) == 3:
+        rank, size, store = given
+        return comm(store, rank, size)
+    if hasattr(given, "Get_rank") and hasattr(given, "Get_size"):
+        return _kept_comm(given, None, lambda: MpiComm(given) if given.Get_size() > 1 else SoloComm())
+    if _is_group(given):
+        return comm_of(given)
+    raise TreeckptError(
+        "comm",
+        expected="a process group of torch.distributed, what tc.comm(store, rank, size) returns, (rank, size, store) "
+        'with a Store of torch.distributed, a communicator of mpi4py, "alone", or None for all ranks',
+        found=f"{given!r:.60}",
+        hint="dist.new_group(ranks) makes a process group, and DeviceMesh.get_group() gives that of a mesh",
+    )
+
+
+def _is_group(given: Any) -> bool:
+    if "torch" not in sys.modules:
+        return False  # there is none
+    import torch.distributed as dist
+
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    return isinstance(given, dist.ProcessGroup) or (isinstance(given, type(outside)) and given == outside)
 
 
 def members_of(comm: Comm) -> tuple[int, ...] | None:
@@ -554,14 +675,18 @@ def ranks_of_host(comm: Comm) -> tuple[int, ...]:
     return tuple(rank for rank in members_of(comm) or range(comm.size) if first <= rank < first + local.size)
 
 
+def own_connection(store: Any) -> Any:
+    """Returns a clone of a Store, so that no wait blocks others' use of it."""
+    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+        return store.clone()
+    return store  # a kind of Store without clones is shared, and each call on it is a short poll
+
+
 class _StoreComms:
     """The comms over one default Store: the comm of all ranks, and those of groups by prefix."""
 
     def __init__(self, original: Any, rank: int, size: int) -> None:
-        self.original = self.store = original
-        # a kind of Store without clones is shared, and each call on it is a short poll
-        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-            self.store = original.clone()
+        self.original, self.store = original, own_connection(original)
         self.world = TorchComm(self.store, rank, size)
         self.groups: dict[str, Comm] = {}
 
