@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--package", default="lightning.pytorch")
     parser.add_argument("--strategy", default="auto", help="auto, ddp, all-ddp or fsdp")
     parser.add_argument("--kill-at", type=int, help="the step in whose save each rank that saves kills itself")
-    parser.add_argument("--kill-in", default="step", choices=["step", "last"], help="the save of step=N.ckpt or last.ckpt")
+    parser.add_argument(
+        "--kill-in", default="step", choices=["step", "last"], help="the save of step=N.ckpt or last.ckpt"
+    )
     parser.add_argument("--save-last", default="True", choices=["True", "link"])
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()

@@ -163,8 +163,16 @@ def _run(options: argparse.Namespace, directory: Path, output: TextIO) -> int:
         for error in errors:
             fail(f"treeckpt bench: {error}")
         failed = failed or bool(errors)
-    rows, machine = summarize(trials), describe_machine()
-    write_report(options.json, Report("treeckpt._bench/4", scale, repetitions, machine, trials, rows, measured), output)
+    report = Report(
+        "treeckpt._bench/4",
+        scale,
+        repetitions,
+        describe_machine(),
+        trials,
+        summarize(trials),
+        frameworks=measured,
+    )
+    write_report(options.json, report, output)
     return 1 if failed else 0
 
 

@@ -60,7 +60,12 @@ def _measured(name: str, directory: Path, scale: float, repetitions: int) -> Fra
     own_blocked, blocked = (median(one.blocked for one in found) for found in (own, ours))
     own_durable, durable = (median(one.durable for one in found) for found in (own, ours))
     return FrameworkSummary(
-        name, len(ours), own_blocked, blocked, blocked / own_blocked, own_durable, durable, durable / own_durable
+        framework=name,
+        saves=len(ours),
+        own_blocked=own_blocked,
+        blocked=blocked,
+        own_durable=own_durable,
+        durable=durable,
     )
 
 

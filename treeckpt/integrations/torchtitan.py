@@ -30,6 +30,8 @@ from torchtitan.tools import filesystem
 
 import treeckpt as tc
 
+__all__ = ["TreeckptManager"]
+
 
 class TreeckptManager(BaseCheckpointManager):
     """Saves and loads what torchtitan's own checkpoint manager does, under the same names, by the same options.
@@ -136,7 +138,9 @@ class TreeckptManager(BaseCheckpointManager):
 
     def _fill(self, load: Callable[..., Any], *, model_only: bool) -> None:
         """Fills the states that the options name."""
-        names = [MODEL] if model_only else [name for name in self.states if name not in self.config.exclude_from_loading]
+        names = (
+            [MODEL] if model_only else [name for name in self.states if name not in self.config.exclude_from_loading]
+        )
         tree = self._tree(names)
         load(into=tree)
         self.states[MODEL].load_state_dict(tree)
