@@ -46,6 +46,11 @@ PACKAGES = (
     "orbax-checkpoint",
     "jax",
     "torch_checkpointing",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "torchtitan",
+    "ray",
 )
 MIB = 1 << 20
 

@@ -40,19 +40,18 @@ def manager(**options: Any) -> tc.Manager:
     """Returns a manager of the checkpoints in the directory of Ray's run; called by every worker.
 
     Args:
-        options: those of `treeckpt.Manager`, but for `run` and `keep`.
+        options: those of `treeckpt.Manager`, but for `run`, `keep` and `incremental`.
 
     Raises:
         TreeckptError: Ray stores the run in a file system of another kind than a directory, S3, GCS or Azure; or `keep`
-            was given: Ray does not start again where a checkpoint of its list is gone.
+            or `incremental` was given: Ray deletes checkpoints, whatever refers to them, and misses those of its list.
     """
     storage: Any = ray.train.get_context().get_storage()
     kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
-    if "keep" in options:
+    if refused := [f"{name}={options[name]!r}" for name in ("keep", "incremental") if name in options]:
         hint = "Give the trainer RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
-        raise tc.TreeckptError(
-            path, expected="no keep: Ray deletes checkpoints", found=f"{options['keep']!r}", hint=hint
-        )
+        expected = "whole checkpoints, of which Ray deletes the old ones"
+        raise tc.TreeckptError(path, expected=expected, found=", ".join(refused), hint=hint)
     if kind != "local" and kind not in _URLS:
         hint = "Use a RunConfig(storage_path=...) of one of these, without storage_filesystem"
         raise tc.TreeckptError(path, expected=f"a file system local or {', '.join(_URLS)}", found=kind, hint=hint)
