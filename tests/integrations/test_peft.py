@@ -120,7 +120,7 @@ def test_what_has_no_adapters_is_refused(peft: Any, tmp_path: Path) -> None:
 
     model, _ = _trained(peft, METHODS["lora"](peft))
     tc.save(tmp_path / "c", peft_state(torch.nn.parallel.DataParallel(model), exclude="**/*.h.1.**"))
-    with pytest.raises(tc.TreeckptError, match="PeftModel.*GPT2LMHeadModel"):
+    with pytest.raises(tc.TreeckptError, match=r"PeftModel.*GPT2LMHeadModel"):
         peft_state(_model())
     with pytest.raises(tc.MismatchError, match=r"h\.1\.attn.*all adapters of the model"):
         export(tmp_path / "c", model, tmp_path / "ours")

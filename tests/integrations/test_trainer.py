@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +163,7 @@ def test_adapters_are_saved_without_their_base_and_resume_bit_for_bit(job: Any, 
     )
     resumed = _train(job, tmp_path / "killed", resume=True, model=job.adapted(job.language_model()))
     assert _is_continued(resumed, whole, 5)
-    step = tmp_path / "killed" / "run" / "checkpoint-10"
+    step = tmp_path / "killed" / "run" / f"checkpoint-{STEPS}"
     assert all("lora_" in name for name in tc.load(step)["model"])
     loaded = peft.PeftModel.from_pretrained(job.language_model(), step, is_trainable=True)
     loaded.load_adapter(step / "other", "other")

@@ -52,7 +52,7 @@ def adapted(model: Any) -> Any:
 
 
 def arguments_of(directory: Path, steps: int, **options: Any) -> transformers.TrainingArguments:
-    """Returns arguments with a rate that falls, a log of three steps, and saves of five; saves do not end with a log."""
+    """Returns arguments: a log every three steps and a save every five, so that a save can be between two logs."""
     given: dict[str, Any] = {
         "max_steps": steps,
         "per_device_train_batch_size": 2,

@@ -45,6 +45,7 @@ from .._io.storage.checkpoint import KnownIndex, LruStatCache, NewestIndex, Stat
 from .._io.storage.deletions import (
     GRACE,
     deletion_times,
+    restore_plain_names,
 )
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.local_store import is_url
@@ -311,6 +312,10 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
+        gone = {removal.name for removal in removed}
+        for (info, folder), fact in zip(infos, facts, strict=True):
+            if info.files == "complete" and info.name not in gone | busy and not folder.is_link:
+                restore_plain_names(folder, [file.name for file in fact.files], info.save_id or "")
         self.failures.keep()  # what a full disk did not take before
         done = {"removed": tuple(removed), "left": tuple(left), "failed": tuple(failed), "dry_run": False}
         return msgspec.structs.replace(planned, **done)

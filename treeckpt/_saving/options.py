@@ -20,6 +20,7 @@ from .._core.format.files import (
     NAME_RULE,
     alike_names,
     checksum,
+    is_own_name,
     is_sidecar_name,
 )
 from .._core.format.lineage import Lineage
@@ -243,6 +244,9 @@ def check_files(files: Mapping[str, SidecarContent]) -> None:
     for name, given in files.items():
         if not isinstance(name, str) or not is_sidecar_name(name):
             raise TreeError(f"files/{name!r:.80}", expected=NAME_RULE, found=f"{name!r:.160}")
+        if is_own_name(name):
+            expected = "a name that no file of treeckpt has in the directory"
+            raise TreeError(f"files/{name}", expected=expected, found=f"{name!r}")
         if not isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview)):
             raise TreeError(f"files/{name}", expected="a path or bytes", found=type(given).__name__)
     # some file systems keep one file under names that differ in case

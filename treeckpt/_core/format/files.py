@@ -3,6 +3,7 @@
     index.json                                   the commit
     shard-<rank>-of-<world>.<save id>.safetensors, timings.<save id>.json, progress-<rank>.<save id>.json
     file.<save id>.<name>                        a sidecar file
+    <name>                                       a copy of it, see below
     deleted.<save id>.json, deleted.<save id>.<id>.json
                                                  the save's checkpoint is being deleted; the second one holds the index
                                                  that was taken away
@@ -19,7 +20,16 @@ Files of any other name do not belong to treeckpt.
 
 A sidecar file is a small file, such as a config or a tokenizer, that belongs to a checkpoint. The index lists name,
 size and checksum of each. On disk the file `config.json` is `file.<save id>.config.json`: a save that replaces another
-has files of its own, and no name of an index points to another file.
+has files of its own, and no name of an index points to another file. So a save that is killed leaves the checkpoint
+before it whole, and whose a file is, its name says.
+
+Other programs open `config.json`, which is a copy. It is treeckpt's as long as it has the content of a
+`file.<save id>.config.json` beside it, and goes with that; a file of other content is its owner's, and is neither
+overwritten nor deleted. It is a copy and no link: object stores have none, and a program that writes into the file in
+place does not damage the checkpoint. It is not the only file, under a name that the index lists: then a save could not
+replace a step without a moment in which one of two checkpoints lacks it, or has that of the other. A copy is there
+before the index of its save where the directory had none; where a checkpoint is replaced, the old copies go before the
+new index is published, and the new ones come after it. See `_io.storage.plain_names`.
 
 A progress record says how much of a save is written, and by which process. A rank keeps it until the save ends. No save
 or load depends on a record: it may be missing, old, or left by a save that was killed. Files of a save are removed
@@ -322,8 +332,13 @@ class Sidecar(msgspec.Struct, frozen=True):
 
 
 def is_sidecar_name(name: str) -> bool:
-    """Returns whether a sidecar file can have this name."""
+    """Returns whether a sidecar file can have this name; `is_own_name` says whether a file of treeckpt has it."""
     return _SIDECAR_NAME.fullmatch(name) is not None
+
+
+def is_own_name(name: str) -> bool:
+    """Returns whether a file of treeckpt may have this name, on some file systems in another case."""
+    return parse_file_name(name.lower()) is not None
 
 
 def stored_name(save_id: str, name: str) -> str:
@@ -334,7 +349,8 @@ def stored_name(save_id: str, name: str) -> str:
 def parse_stored_name(name: str) -> tuple[str, str] | None:
     """Returns the save id and name of a sidecar file from its name on disk; None for any other file."""
     match = _STORED.fullmatch(name)
-    return (match[1], match[2]) if match is not None and is_sidecar_name(match[2]) else None
+    sound = match is not None and is_sidecar_name(match[2]) and not is_own_name(match[2])
+    return (match[1], match[2]) if match is not None and sound else None
 
 
 def checksum(data: bytes | bytearray) -> str:
@@ -346,6 +362,7 @@ def are_sound(sidecars: tuple[Sidecar, ...]) -> bool:
     """Returns whether a save can have written this list."""
     each = all(
         is_sidecar_name(sidecar.name)
+        and not is_own_name(sidecar.name)
         and 0 <= sidecar.nbytes <= MAX_SIDECAR_NBYTES
         and _CHECKSUM.fullmatch(sidecar.xxh3)
         for sidecar in sidecars

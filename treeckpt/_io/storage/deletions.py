@@ -87,6 +87,7 @@ from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
 from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
+from .plain_names import copies_of, give_plain_names, lacks_plain_names, stored_files
 from .store import DirectoryEntry, Store, exists_error, for_each
 
 LOCK_WAIT_SECONDS = 60.0
@@ -457,6 +458,20 @@ def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | 
     return plan_leftovers(_folder_fact(folder, now_ns), deletion_times(now_ns, grace))
 
 
+def restore_plain_names(store: Store, names: Collection[str], save_id: str) -> None:
+    """Makes the copies of a checkpoint's sidecar files that a killed save has not made, unless a save is under way.
+
+    Args:
+        names: the files there.
+        save_id: of the index.
+    """
+    if not lacks_plain_names(names, save_id):
+        return
+    with contextlib.suppress(OSError, TreeckptError), hold_for_repair(store) as present:
+        if committed_save_id(store) == save_id:
+            give_plain_names(store, stored_files(present, save_id=save_id))
+
+
 def _has_other_saves(names: Iterable[str], known: str) -> bool:
     """Whether files of other saves than `known` are among these names."""
     kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
@@ -502,6 +517,8 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
 def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], int] = proof_order) -> None:
     """Deletes files; those that prove that the save of others has ended once all others are gone.
 
+    Copies of sidecar files under their plain names go first, see `plain_names`.
+
     Args:
         order: files with a higher number are deleted after all with a lower one, if these are gone.
 
@@ -516,7 +533,10 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
             return error
         return None
 
-    groups: dict[int, list[str]] = {}
+    names, groups = list(names), dict[int, list[str]]()
+    if stored := stored_files(names):
+        with contextlib.suppress(FileNotFoundError):  # another process deletes them too
+            groups[-2] = copies_of(store, stored)
     for name in names:
         groups.setdefault(order(name), []).append(name)
     for number in sorted(groups):

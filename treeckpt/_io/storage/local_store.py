@@ -276,8 +276,16 @@ class LocalStore(Store):
                 process for an ended one removes the temporary file first: so either `check` sees what it removed, or
                 there is no file to rename (FileNotFoundError).
         """
+        self._put(name, data, by=name, replace=bool(replace), check=check)
+
+    def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+        self._put(name, data, by=of, replace=False)
+
+    def _put(
+        self, name: str, data: bytes, *, by: str, replace: bool, check: Callable[[], object] = lambda: None
+    ) -> None:
         # by the tag clean-ups know the temporary files of a process that has ended
-        temporary = self.directory / f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp"
+        temporary = self.directory / f".{by}.{this_process().tag}{secrets.token_hex(4)}.tmp"
         try:
             with open(temporary, "xb") as file:
                 file.write(data)

@@ -288,6 +288,14 @@ class Store(ABC):
             CheckpointExists: the file exists, or has another version.
         """
 
+    def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+        """As `publish` of a new file, which is a copy of the file `of`; what a kill leaves has a name by that one.
+
+        Raises:
+            CheckpointExists: the file exists.
+        """
+        self.publish(name, data, replace=False)
+
     def compare_and_swap(self, name: str, data: bytes, *, holds: Callable[[bytes], bool], limit: int) -> None:
         """Replaces a file of a `conditional` store if `holds` returns True for its content, or creates it.
 

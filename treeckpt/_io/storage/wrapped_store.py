@@ -107,6 +107,9 @@ class WrappedStore(Store):
     ) -> None:
         self.inner.publish(name, data, replace=replace, check=check)
 
+    def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+        self.inner.publish_copy(name, data, of=of)
+
     def check_condition(self, name: str, data: bytes, *, replaces: bool) -> None:
         self.inner.check_condition(name, data, replaces=replaces)
 
