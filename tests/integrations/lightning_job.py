@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+import treeckpt as tc
 from tests.helpers import framework_job as job
 
 PARTS = 2
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--package", default="lightning.pytorch")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp, all-ddp or fsdp")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp or fsdp")
     parser.add_argument("--kill-at", type=int, help="the step in whose save each rank that saves kills itself")
     parser.add_argument(
         "--kill-in", default="step", choices=["step", "last"], help="the save of step=N.ckpt or last.ckpt"
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
     pl = importlib.import_module(options.package)
-    from treeckpt.integrations.lightning import RandomStates, TreeckptDDP, TreeckptIO, TreeckptModelParallel
+    from treeckpt.integrations.lightning import TreeckptIO, TreeckptModelParallel
 
     class IO(TreeckptIO):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -73,6 +75,25 @@ def main() -> None:
             optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
             return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}
 
+    class RandomStates(pl.Callback):
+        """Continues the generators of each rank."""
+
+        saved: Any = ()
+
+        def state_dict(self) -> dict[str, Any]:
+            states = [tc.training.rng_state()] * int(os.environ["WORLD_SIZE"])
+            if dist.is_initialized():
+                dist.all_gather_object(states, states[0])
+            return {"ranks": states}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.saved = state_dict["ranks"]
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if len(self.saved) == trainer.world_size:
+                tc.training.set_rng_state(self.saved[trainer.global_rank])
+            self.saved = ()
+
     save_last: Any = "link" if options.save_last == "link" else True
     kept = pl.callbacks.ModelCheckpoint(
         options.directory, "{step}", "loss", save_top_k=2, every_n_train_steps=2, save_last=save_last
@@ -81,14 +102,13 @@ def main() -> None:
     strategy = {
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
-        "all-ddp": TreeckptDDP,
-        "fsdp": lambda: TreeckptModelParallel(**sizes),
+        "fsdp": lambda: TreeckptModelParallel(**sizes, io=IO()),
     }[options.strategy]()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        plugins=[IO()],
+        plugins=[IO()] if isinstance(strategy, str) else None,
         max_steps=options.steps,
         logger=False,
         enable_progress_bar=False,
