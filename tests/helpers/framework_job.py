@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("steps", type=int)
     parser.add_argument("--kill-at", type=int, help="the step at whose start each rank kills itself")
     parser.add_argument("--async-mode", default="disabled", help="of torchtitan")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the checkpointer, as JSON")
     return parser.parse_args()
 
 

@@ -184,10 +184,10 @@ def main() -> None:
         ),
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
         parallelism=ParallelismConfig(
-            tensor_parallel_degree=int(os.environ["WORLD_SIZE"]) // 2, spmd_backend="partial_dtensor"
+            tensor_parallel_degree=max(int(os.environ["WORLD_SIZE"]) // 2, 1), spmd_backend="partial_dtensor"
         ),
         activation_checkpoint=None,
-        checkpoint=KilledManager.Config(enable=True, interval=2, last_save_model_only=False, kill_at=arguments.kill_at),
+        checkpoint=KilledManager.Config(enable=True, interval=2, kill_at=arguments.kill_at, **arguments.options),
         debug=DebugConfig(seed=0, deterministic=True),
     )
     init_logger()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchtitan.components.checkpointer import (
+from torchtitan.components.checkpointer import (  # pyright: ignore[reportMissingImports]
     DATALOADER,
     LR_SCHEDULER,
     MODEL,
@@ -25,8 +25,8 @@ from torchtitan.components.checkpointer import (
     BaseCheckpointManager,
     ModelWrapper,
 )
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import filesystem
+from torchtitan.config import TORCH_DTYPE_MAP  # pyright: ignore[reportMissingImports]
+from torchtitan.tools import filesystem  # pyright: ignore[reportMissingImports]
 
 import treeckpt as tc
 
@@ -87,8 +87,8 @@ class TreeckptManager(BaseCheckpointManager):
         if config.load_only or not (due or last_step):
             return False
         if last_step and config.last_save_model_only:
-            dtype, weights = TORCH_DTYPE_MAP[config.export_dtype], self._tree([MODEL])
-            tree = {name: one.to(dtype) if one.is_floating_point() else one for name, one in weights.items()}
+            dtype, tree = TORCH_DTYPE_MAP[config.export_dtype], self._tree([MODEL])
+            tree = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in tree.items()}
         else:
             tree = self._tree(self.states)
         saved = self.manager.save(curr_step, tree)
