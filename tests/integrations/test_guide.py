@@ -60,7 +60,9 @@ def run(program: str, directory: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_program_for_ray_trains_on_a_cluster_of_two_nodes(tmp_path: Path) -> None:
-    program = block_with("import ray.train") + "\nprint('nodes', len(ray.nodes()))\n"
+    program = block_with("import ray.train").replace(
+        "ray.shutdown()", "print('nodes', len(ray.nodes()))\nray.shutdown()"
+    )
     said = run(program, tmp_path)
     assert "nodes 2" in said and f"{tmp_path}/ray/run/step_00000030" in said
     assert tc.Manager(tmp_path / "ray/run").steps() == [10, 20, 30]
