@@ -234,7 +234,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
             there, and `gc`, remove them.
         unread: parts that could not be read, for want of descriptors or permission, or because a disk failed. Nothing
             is known of them: they are no damage, and another verification may read them.
-        notes: what to do about parts that could not be read, and what could not be done beside the comparison.
+        notes: what to do about parts that could not be read, what could not be done beside the comparison, and which
+            copies of sidecar files are missing or were changed: the checkpoint needs none.
         elsewhere: the disks of other hosts that a node-local checkpoint has, with what is there. It was not compared,
             and is no fault of what is here: verify it there.
     """

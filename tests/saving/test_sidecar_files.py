@@ -13,7 +13,7 @@ import treeckpt as tc
 from tests.helpers.s3 import S3
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
 from treeckpt._cli.main import main
-from treeckpt._core.format.files import MAX_SIDECAR_NBYTES, MAX_SIDECARS, stored_name
+from treeckpt._core.format.files import MAX_SIDECAR_NBYTES, MAX_SIDECARS, parse_file_name, stored_name
 from treeckpt._io.comm.comm import Comm
 from treeckpt._io.storage.open import open_store
 
@@ -49,10 +49,64 @@ def test_files_come_back_and_go_with_the_save_that_is_replaced(path: str, tmp_pa
     pending = tc.save_async(path, TREE, files={"config.json": b"new"}, overwrite=True)
     pending.result()
     assert tc.read_file(path, "config.json") == b"new"
-    assert set(open_store(path).sizes()) & first == {"index.json"}
+    assert set(open_store(path).sizes()) & first == {"index.json", "config.json"}
     assert np.array_equal(tc.load(path)["w"], TREE["w"])
     with pytest.raises(tc.MismatchError, match=r"empty: expected a file that was saved with it, found files: config"):
         tc.read_file(path, "empty")
+
+
+def test_other_programs_open_them_under_their_plain_names(path: str) -> None:
+    store = open_store(path)
+
+    def plain() -> dict[str, bytes]:
+        own = (name for name in store.sizes() if parse_file_name(name) is None)
+        return {name: store.read(name, limit=100) for name in own}
+
+    tc.save(path, TREE, files={"config.json": b"{}", "empty": b"", "same": b"same"})
+    assert plain() == {"config.json": b"{}", "empty": b"", "same": b"same"}
+    tc.save(path, TREE, files={"config.json": b"[]", "more": b"m", "same": b"same"}, overwrite=True)
+    assert plain() == {"config.json": b"[]", "more": b"m", "same": b"same"}
+    assert tc.verify(path).ok and not tc.verify(path).notes
+    tc.save(path, TREE, overwrite=True)
+    assert plain() == {}
+    tc.save(path, TREE, files={"config.json": b"{}"}, overwrite=True)
+    tc.delete(path)
+    assert not store.sizes()
+
+
+@pytest.mark.parametrize("before", [{}, {"config.json": b"{}"}])
+def test_a_file_of_others_refuses_the_save_and_stays(path: str, before: dict[str, bytes]) -> None:
+    store = open_store(path)
+    store.prepare()
+    if before:
+        tc.save(path, TREE, files=before)
+    store.publish("config.json", b"of others", replace=True)
+    with pytest.raises(tc.CheckpointExists, match=r"config\.json: expected no file, .* found another file, and 1 more"):
+        store.publish("vocab.txt", b"mine", replace=True)
+        tc.save(path, TREE, files={"config.json": b"[]", "vocab.txt": b"", "free": b""}, overwrite=True)
+    assert store.read("config.json", limit=100) == b"of others" and "free" not in store.sizes()
+    assert tc.exists(path) == bool(before)
+    if before:
+        assert tc.read_file(path, "config.json") == b"{}"
+    tc.save(path, TREE, overwrite=True)
+    assert store.read("config.json", limit=100) == b"of others" and tc.verify(path).ok
+
+
+def test_a_copy_that_is_gone_or_was_changed_is_noted_and_made_again_where_the_name_is_free(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(path)
+    tc.save(path, TREE, files={"config.json": b"{}", "vocab.txt": b"a b"})
+    store.delete("config.json")
+    store.publish("vocab.txt", b"a c", replace=True)
+    report = tc.verify(path)
+    assert report.ok and len(report.notes) == 2, report
+    assert "config.json, a copy of the file that was saved, is missing" in str(report)
+    assert "vocab.txt is not as it was saved" in str(report)
+    assert main(["gc", path]) == 0
+    assert "files of others: vocab.txt" in capsys.readouterr().out
+    assert store.read("config.json", limit=100) == b"{}" and store.read("vocab.txt", limit=100) == b"a c"
+    assert len(tc.verify(path).notes) == 1
 
 
 def test_custom_metadata_stays_what_the_user_gave(tmp_path: Path) -> None:
@@ -84,6 +138,7 @@ def test_a_manager_saves_and_deletes_them_with_the_step(tmp_path: Path) -> None:
         ({"": b""}, "expected a plain name"),
         ({"a": 10**15}, "files/a: expected a path or bytes, found int"),
         ({"Config": b"", "config": b""}, "differ not only in case"),
+        ({"Index.json": b""}, r"files/Index\.json: expected a name that no file of treeckpt has"),
         ({f"f{n}": b"" for n in range(MAX_SIDECARS + 1)}, "at most 1000, found 1001"),
         ({"big": bytes(MAX_SIDECAR_NBYTES + 1)}, "files/big: expected at most 67108864 bytes a file"),
         (dict.fromkeys("abcde", bytes(MAX_SIDECAR_NBYTES)), "files/e: expected .* 268435456 together"),
@@ -185,12 +240,15 @@ def test_show_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (listed["name"], listed["nbytes"]) == ("config.json", 2)
 
 
-def test_clean_names_files_of_others_and_leaves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("content", ["mine", "[]"], ids=["another size", "the same size"])
+def test_clean_names_files_of_others_and_leaves_them(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
         tc.save(run / f"step_{step:08d}", TREE, step=step, files={"config.json": b"{}"})
     foreign = run / "step_00000001" / "config.json"
-    foreign.write_text("mine")
+    foreign.write_text(content)
     assert main(["gc", str(run / "step_00000001")]) == 0
     assert "files of others: config.json" in capsys.readouterr().out
     report = tc.Manager(run, keep=1).clean()

@@ -36,7 +36,6 @@ from .._core.format.files import (
     is_undecided,
     parse_file_name,
     parse_progress_name,
-    parse_stored_name,
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
@@ -59,6 +58,8 @@ class FileInfo(msgspec.Struct, frozen=True):
     alive: bool | None = None
     """For a progress record, a lease, a lock or a temporary file: whether its process may still be running, None where
     that is not known. For timings: False where they record a failure of the save."""
+    copy: bool = False
+    """Whether it is a copy of a sidecar file there under its plain name, and is deleted with that."""
 
 
 class StepDirectory(StepInfo, frozen=True, kw_only=True):
@@ -218,7 +219,9 @@ def plan_cleanup(
         f"{unmeasured_text(metric, infos)}: all are kept until one has" for metric in unmeasured(infos, policies)
     )
     foreign = {
-        state.folder.name: names for state in seen if (names := foreign_files(file.name for file in state.folder.files))
+        state.folder.name: names
+        for state in seen
+        if (names := foreign_files(file.name for file in state.folder.files if not file.copy))
     }
     return CleanReport(
         run,
@@ -233,15 +236,8 @@ def plan_cleanup(
 
 
 def foreign_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of files that treeckpt did not write, without those that sidecar files have as plain names."""
-    names = list(names)
-    plain = plain_names(names)
-    return tuple(sorted(name for name in names if parse_file_name(name) is None and name not in plain))
-
-
-def plain_names(names: Iterable[str]) -> frozenset[str]:
-    """Returns the plain names of the sidecar files among these."""
-    return frozenset(stored[1] for name in names if (stored := parse_stored_name(name)) is not None)
+    """Returns the names of files that treeckpt did not write."""
+    return tuple(sorted(name for name in names if parse_file_name(name) is None))
 
 
 def proof_order(name: str) -> int:
@@ -419,8 +415,7 @@ class _DirectoryState:
         if not self.deleted and any(o.kind == "damaged" and o.save_id is None for _, o in self.ours):
             return RetainedDirectory(name, "no index: its repair was cut short; repair it again")
         # an empty directory may be that of a save that has just begun
-        names = {file.name for file in self.folder.files}
-        rest = len(names - plain_names(names)) - len(stale)
+        rest = sum(not file.copy for file in self.folder.files) - len(stale)
         young = self.times.now_ns - self.folder.modified_ns < self.times.grace_ns and not self.dead
         if stale:
             ended = self.deleted or {owned.kind for _, owned in self.ours} & _LOCKS

@@ -38,6 +38,7 @@ from .._io.storage.checkpoint import Checkpoint, OnShardsRead, read_sidecar, rea
 from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
 from .._io.storage.local_files import too_short
 from .._io.storage.memory import aligned_buffer
+from .._io.storage.plain_names import file_checksum
 from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, elsewhere, matches, open_shard
 from .._io.storage.store import FETCH_MEMORY, Store, for_each
 from .._io.timing import Recorder
@@ -96,6 +97,7 @@ def verify_checkpoint(
         problems.append(Problem(INDEX_NAME, why))
     for problem, failure in _problems_of_others(checkpoint):
         (unread if failure else problems).append(problem)
+    notes += _copies_that_differ(checkpoint)
     left: tuple[Leftover, ...] = ()
     try:
         left = list_leftovers(store, sizes, known=index.save_id)
@@ -164,6 +166,18 @@ def _problems_of_others(checkpoint: Checkpoint) -> Iterator[tuple[Problem, str]]
             read_sidecar(store, index, sidecar.name)
         except (TreeckptError, OSError) as error:
             yield Problem(name, str(error), 0, sidecar.nbytes), read_failure(error)
+
+
+def _copies_that_differ(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yields which files under the plain names of sidecar files are not what was saved: the checkpoint needs none."""
+    store, sidecars = checkpoint.store, checkpoint.index.sidecars
+    entries = store.entries() if sidecars else {}
+    for sidecar in sidecars:
+        entry = entries.get(sidecar.name)
+        if entry is None:
+            yield f"{sidecar.name}, a copy of the file that was saved, is missing: a clean-up makes it again"
+        elif entry.nbytes != sidecar.nbytes or file_checksum(store, sidecar.name, entry) != sidecar.xxh3:
+            yield f"{sidecar.name} is not as it was saved; treeckpt.read_file reads what was"
 
 
 def publish_rebuilt(store: Store, *, replace: bool, on_read: OnShardsRead | None = None) -> Index:

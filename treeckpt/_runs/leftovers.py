@@ -8,8 +8,9 @@ import time
 import msgspec
 
 from .._inspect.deletion import CleanReport, RetainedDirectory, foreign_files
-from .._io.storage.deletions import GRACE, plan_removal, remove_leftovers
+from .._io.storage.deletions import GRACE, plan_removal, remove_leftovers, restore_plain_names
 from .._io.storage.open import open_store
+from .._io.storage.plain_names import copies_of
 from ..errors import TreeckptError
 
 
@@ -20,9 +21,13 @@ def clean_checkpoint(path: str | os.PathLike[str], *, grace: float = GRACE, dry_
         grace, dry_run: same as for `RunDirectory.clean`.
     """
     folder = open_store(path)
-    others = foreign_files(name for name, entry in folder.entries().items() if entry.regular)
+    entries = folder.entries()
+    copies = copies_of(folder, entries)
+    others = foreign_files(name for name, entry in entries.items() if entry.regular and name not in copies)
     foreign = {folder.name: others} if others else {}
     report = CleanReport(folder.place, {}, (), (), dry_run=dry_run, foreign=foreign)
+    if not dry_run:
+        restore_plain_names(folder, entries)
     planned = plan_removal(folder, time.time_ns(), grace)
     if planned is None:
         return report

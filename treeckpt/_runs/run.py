@@ -312,10 +312,10 @@ class RunDirectory:
                 left.append(RetainedDirectory(removal.name, why))
             else:
                 removed.append(removal)
-        gone = {removal.name for removal in removed}
-        for (info, folder), fact in zip(infos, facts, strict=True):
+        gone = {removal.name for removal in removed if removal.what == "checkpoint"}
+        for (folder, info), fact in zip(infos, facts, strict=True):
             if info.files == "complete" and info.name not in gone | busy and not folder.is_link:
-                restore_plain_names(folder, [file.name for file in fact.files], info.save_id or "")
+                restore_plain_names(folder, [file.name for file in fact.files])
         self.failures.keep()  # what a full disk did not take before
         done = {"removed": tuple(removed), "left": tuple(left), "failed": tuple(failed), "dry_run": False}
         return msgspec.structs.replace(planned, **done)

@@ -41,7 +41,7 @@ from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
-from .._io.storage.plain_names import take_plain_names
+from .._io.storage.plain_names import give_plain_names, plain_states, take_plain_names
 from ..errors import CheckpointError, CheckpointExists, RankError
 from .agree import AgreedSave
 from .shard_writer import (
@@ -52,7 +52,6 @@ from .shard_writer import (
     WriteReport,
     check_files_exist,
     first_progress,
-    give_names,
     remove_files,
     remove_replaced,
     written_names,
@@ -172,10 +171,11 @@ class _RankSide:
             )
         self._replaced = look.clear(names)
         check_files_exist(store, index, store.sizes(), info.rank)
+        plain_states(store, store.entries(), order.sidecars)
         for name, data in order.sidecars.items():
             store.publish(stored_name(info.save_id, name), data, replace=True)
         if INDEX_NAME not in names:
-            give_names(store, info.save_id, index.sidecars)
+            give_plain_names(store, info.save_id)
         store.publish(timings_name(info.save_id), order.timings, replace=True)
         store.publish(prepared_name(info.save_id), order.index, replace=True)
 
@@ -184,7 +184,7 @@ class _RankSide:
         take_plain_names(store, store.sizes(), info.save_id)
         store.rename(prepared_name(info.save_id), INDEX_NAME, replace=info.options.overwrite)
         store.sync()
-        give_names(store, info.save_id, decode_index(self._order.index).sidecars)
+        give_plain_names(store, info.save_id)
         with contextlib.suppress(Exception):  # it is committed: the rest may fail without harm
             if self._replaced:
                 remove_replaced(store, self._replaced)

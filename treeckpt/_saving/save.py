@@ -40,7 +40,7 @@ from .._io.storage.plain_names import plain_states
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import ThreadPool
-from ..errors import CheckpointExists, RankError
+from ..errors import RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
 from .node_local import commit_on_disks
@@ -157,26 +157,20 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
     if not agreed.files or report.fault is not None:
         return report
 
-    store, files, save_id = agreed.store, agreed.files, agreed.info.save_id
+    store, files = agreed.store, agreed.files
 
-    def write(name: str) -> None:  # under a name that no other save uses
-        store.publish(stored_name(save_id, name), files[name], replace=True)
+    def write(name: str) -> None:
+        stored = stored_name(agreed.info.save_id, name)  # which no other save uses
+        store.publish(stored, files[name], replace=True)
         if is_new and states[name] != "same":
             if states[name] == "copy":
                 store.delete(name)
-            store.publish_copy(name, files[name], of=stored_name(save_id, name))
+            store.publish_copy(name, files[name], of=stored)
 
     try:
         entries = store.entries()
         states = plain_states(store, entries, files)
-        is_new = INDEX_NAME not in entries  # else the copies come behind the index that replaces this one
-        if refused := [name for name, state in states.items() if state == "other"]:
-            raise CheckpointExists(
-                f"{store.url}/{refused[0]}",
-                expected="no file, or that of an earlier save, where a file of the save is to be",
-                found=f"another file{f', and {len(refused) - 1} more' if len(refused) > 1 else ''}",
-                hint="Move it away, or leave it out of files=",
-            )
+        is_new = INDEX_NAME not in entries  # else the copies come after the index that replaces this one
         nbytes = sum(map(len, files.values()))
         with agreed.recorder.span("write files", nbytes), ThreadPool(SIDECAR_WRITERS, "treeckpt-files") as pool:
             list(pool.map(write, files))

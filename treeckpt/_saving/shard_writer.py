@@ -8,7 +8,6 @@ from them, so a process that has no tree and no torch can write the shards and p
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from .._io.process import send_late
 from .._io.storage.checkpoint import read_index
 from .._io.storage.deletions import clear_leftovers, delete_files, restore_index, take_back_index, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
-from .._io.storage.plain_names import give_plain_names, stored_files, take_plain_names
+from .._io.storage.plain_names import give_plain_names, take_plain_names
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
@@ -45,7 +44,6 @@ from .shard_files import ShardFile, ShardSource, ShardWriting, write_files
 
 FileRow = tuple[int, int, int, int, int]
 """A shard as (rank, part, stream, nbytes, header)."""
-_log = logging.getLogger("treeckpt")
 PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
 """The hint of an error where publishing failed after its effect."""
 UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
@@ -298,6 +296,8 @@ class InlineWriter:
         """Why the look at the path forbids the save."""
         self._record, self._has_begun = record, record is not None
         self._index: Index | None = None
+        self._replaces = False
+        """Whether there was a checkpoint, or files of other saves, when the index was about to be published."""
         """What of the index is known before all ranks have written, kept by `write` on rank 0."""
         self._begun: Future[None] | None = None
         """The call of `_begin`, where that waits for an object store."""
@@ -394,7 +394,7 @@ class InlineWriter:
     def commit(self, reports: Mapping[int, WriteReport], silent: Sequence[Fault] = ()) -> CommitResult:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
         faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
-        publishing = in_place = replacing = False
+        publishing = in_place = False
         if not faults:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
@@ -411,7 +411,6 @@ class InlineWriter:
                     if self._others is not None:
                         faults += self._others.prepare(data, encoded_timings(info, reports, None, recorder))
                     if not faults:
-                        replacing = self._take_plain_names(sizes)
                         publishing = True
                         self._publish(data, partial(self._check_files, index, sizes))
                         if self._record is not None and self._record.has_lapsed:
@@ -430,32 +429,26 @@ class InlineWriter:
             # it is committed: the rest may fail without harm
             if self._timings_over is None:
                 self._write_timings(reports, again=True)
-            if info.content is not None:
-                give_names(store, info.save_id, info.content.sidecars if replacing else ())
+            if info.content is not None and info.content.sidecars and self._replaces:
+                give_plain_names(store, info.save_id)
             if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
             return CommitResult((), True)
-        if replacing and not in_place:
+        if self._replaces and not in_place:
             with contextlib.suppress(Exception):
-                index = read_index(store)
-                give_names(store, index.save_id, index.sidecars)
+                give_plain_names(store, read_index(store).save_id)
         self._wait_timings()
         with contextlib.suppress(Exception):  # the error that is being reported matters more
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]
             write_timings(store, info, reports, text, recorder)
         return CommitResult(tuple(faults), in_place)
 
-    def _take_plain_names(self, sizes: dict[str, int] | None) -> bool:
-        """Deletes the copies of sidecar files of other saves; returns whether a checkpoint may be replaced."""
-        names = self._store.sizes() if sizes is None else sizes
-        if stored_files(names, without=self._info.save_id):
-            names = unlocked_sizes(self._store)  # nobody makes them again who has not seen this save's record
-            take_plain_names(self._store, names, self._info.save_id)
-            return True
-        return INDEX_NAME in names
-
     def _check_files(self, index: Index, sizes: dict[str, int] | None) -> None:
+        """Checks what is there before the index is published, and deletes the copies of sidecar files of other saves.
+
+        Nobody makes the copies again meanwhile: locks of those that have not seen this save's record have ended.
+        """
         sizes = unlocked_sizes(self._store) if sizes is None else sizes
         try:
             check_files_exist(self._store, index, sizes, self._info.rank)
@@ -464,6 +457,8 @@ class InlineWriter:
             missing = any(file.rank and file.name not in sizes for file in index.file_list)
             self._is_apart = missing and self._others is None and self._store.traits.local_path is not None
             raise
+        self._replaces = INDEX_NAME in sizes
+        self._replaces |= take_plain_names(self._store, sizes, self._info.save_id)
 
     def _publish(self, data: bytes, check: Callable[[], object]) -> None:
         """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
@@ -759,16 +754,6 @@ def remove_files(store: Store, names: Iterable[str]) -> None:
     """Deletes files, as `delete_files`; errors are ignored."""
     with contextlib.suppress(Exception):
         delete_files(store, names)
-
-
-def give_names(store: Store, save_id: str, sidecars: Iterable[Sidecar]) -> None:
-    """Makes the copies of sidecar files under their plain names once their save is committed; raises nothing."""
-    stored = {stored_name(save_id, sidecar.name): sidecar.name for sidecar in sidecars}
-    try:
-        for name in give_plain_names(store, stored) if stored else ():
-            _log.warning("%s/%s: a file of others; that of the save is read with treeckpt.read_file", store.url, name)
-    except Exception as error:
-        _log.warning("%s: sidecar files lack their plain names until the next clean-up: %s", store.url, error)
 
 
 def remove_replaced(store: Store, save_id: str) -> None:

@@ -87,7 +87,7 @@ from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
 from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
-from .plain_names import copies_of, give_plain_names, lacks_plain_names, stored_files
+from .plain_names import copies_of, give_plain_names, stored_files, take_plain_names
 from .store import DirectoryEntry, Store, exists_error, for_each
 
 LOCK_WAIT_SECONDS = 60.0
@@ -375,8 +375,9 @@ def file_facts(folder: Store, now_ns: int, *, committed: str | None) -> tuple[Fi
             # a save that has failed leaves timings with its error, so it has ended
             alive[name] = False if timings is not None and timings.error is not None else None
     # where a link is deleted, what it leads to stays
+    copies = copies_of(folder, entries, cached=True)
     return tuple(
-        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns or now_ns, alive.get(name))
+        FileInfo(name, 0 if e.link else e.nbytes, e.modified_ns or now_ns, alive.get(name), name in copies)
         for name, e in entries.items()
     )
 
@@ -458,18 +459,17 @@ def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | 
     return plan_leftovers(_folder_fact(folder, now_ns), deletion_times(now_ns, grace))
 
 
-def restore_plain_names(store: Store, names: Collection[str], save_id: str) -> None:
+def restore_plain_names(store: Store, names: Collection[str]) -> None:
     """Makes the copies of a checkpoint's sidecar files that a killed save has not made, unless a save is under way.
 
     Args:
         names: the files there.
-        save_id: of the index.
     """
-    if not lacks_plain_names(names, save_id):
+    if INDEX_NAME not in names or all(plain in names for plain in stored_files(names).values()):
         return
-    with contextlib.suppress(OSError, TreeckptError), hold_for_repair(store) as present:
-        if committed_save_id(store) == save_id:
-            give_plain_names(store, stored_files(present, save_id=save_id))
+    with contextlib.suppress(OSError, TreeckptError), hold_for_repair(store):
+        if (save_id := committed_save_id(store)) is not None:
+            give_plain_names(store, save_id)
 
 
 def _has_other_saves(names: Iterable[str], known: str) -> bool:
@@ -535,8 +535,7 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
 
     names, groups = list(names), dict[int, list[str]]()
     if stored := stored_files(names):
-        with contextlib.suppress(FileNotFoundError):  # another process deletes them too
-            groups[-2] = copies_of(store, stored)
+        groups[-2] = list(copies_of(store, store.entries(), stored))
     for name in names:
         groups.setdefault(order(name), []).append(name)
     for number in sorted(groups):
@@ -643,8 +642,10 @@ def publish_prepared(store: Store, save_id: str) -> bool:
         if (replaced := committed_save_id(store)) == save_id:  # killed before it could delete the other file
             store.delete(prepared)
             return False
+        take_plain_names(store, names, save_id)
         store.rename(prepared, INDEX_NAME, replace=True)
         store.sync()
+        give_plain_names(store, save_id)
     if replaced is not None:
         discard_save(store, replaced)
     discard_save(store, save_id, kinds=("progress",))

@@ -1,24 +1,30 @@
 """The plain names of sidecar files, under which other programs open them in a checkpoint's directory.
 
 What belongs to the checkpoint is `file.<save id>.<name>`; the file `<name>` beside it is a copy. It counts as a copy as
-long as it has the same content: it is deleted with the file that it is a copy of, and any other file of that name is
-its owner's, and stays. So no index is needed to know whose a file is, and nothing that is read or verified depends on
-it: see `_core.format.files` for why it is no second name of the same file.
+long as it has the same content (size and checksum): it is deleted with the file that it is a copy of, and any other
+file of that name is its owner's, and stays. So no index is needed to know whose a file is, and nothing that is read or
+verified depends on it: see `_core.format.files` for why it is no second name of the same file.
 
 No copy is beside the index of another save. In a directory without an index copies are written before the index, and
 in one whose checkpoint is replaced after it, as the old ones are deleted before (`take_plain_names`). A save that is
-killed in between leaves a checkpoint without its copies; a clean-up and the next save make them again
-(`restore_plain_names`).
+killed in between leaves a checkpoint without its copies; a clean-up makes them again
+(`deletions.restore_plain_names`), as a save does that replaces it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
-from ..._core.format.files import MAX_SIDECAR_NBYTES, parse_stored_name
+from ..._core.format.files import MAX_SIDECAR_NBYTES, checksum, parse_stored_name
 from ...errors import CheckpointExists, TreeckptError
+from .checkpoint import LruStatCache
 from .store import DirectoryEntry, Store, for_each
+
+_log = logging.getLogger("treeckpt")
+_read = LruStatCache(16384)
+"""The checksums of files that were read for a report: a clean-up of a run looks at all its steps."""
 
 
 def stored_files(names: Iterable[str], *, save_id: str = "", without: str = "") -> dict[str, str]:
@@ -27,47 +33,67 @@ def stored_files(names: Iterable[str], *, save_id: str = "", without: str = "") 
     return {name: of[1] for name, of in found if save_id in ("", of[0]) and of[0] != without}
 
 
-def is_copy(store: Store, entries: Mapping[str, DirectoryEntry], stored: str, plain: str) -> bool:
-    """Whether two files have the same content."""
-    first, second = entries.get(stored), entries.get(plain)
-    if first is None or second is None or not (first.regular and second.regular) or first.nbytes != second.nbytes:
-        return False
-    data = _content(store, stored, first.nbytes)
-    return data is not None and data == _content(store, plain, second.nbytes)
-
-
-def _content(store: Store, name: str, nbytes: int) -> bytes | None:
-    """Returns the content of a file; None where it cannot be read, or is larger than a sidecar file."""
-    if nbytes > MAX_SIDECAR_NBYTES:
-        return None
-    data = bytearray(nbytes)
-    try:
-        if data:
-            store.read_into(name, 0, memoryview(data))
-    except (OSError, TreeckptError):
-        return None
-    finally:
-        store.close()  # a file that is kept open would be read in the place of another one that gets its name
-    return bytes(data)
-
-
-def copies_of(store: Store, stored: Mapping[str, str]) -> list[str]:
-    """Returns the names of the copies of these sidecar files, unless they are copies of others there too.
+def file_checksum(store: Store, name: str, entry: DirectoryEntry, *, cached: bool = False) -> str | None:
+    """Returns the checksum of a file; None where it cannot be read, or is none that a sidecar file can be.
 
     Args:
-        stored: the files, with their plain names.
+        cached: whether it is read once alone as long as its entry stays the same.
     """
-    entries, copies = store.entries(), list[str]()
-    all_stored = stored_files(entries)
-    for plain in dict.fromkeys(stored.values()):
+    if not entry.regular or entry.nbytes > MAX_SIDECAR_NBYTES:
+        return None
+
+    def read() -> str:
+        data = bytearray(entry.nbytes)
+        try:
+            if data:
+                store.read_into(name, 0, memoryview(data))
+        finally:
+            store.close()  # a file that is kept open would be read in the place of another one that gets its name
+        return checksum(data)
+
+    try:
+        return _read.get_or_read((store.url, name), entry, read) if cached else read()
+    except (OSError, TreeckptError):
+        return None
+
+
+def is_copy(
+    store: Store, entries: Mapping[str, DirectoryEntry], stored: str, plain: str, *, cached: bool = False
+) -> bool:
+    """Whether two files have the same content; `cached` as for `file_checksum`."""
+    first, second = entries.get(stored), entries.get(plain)
+    if first is None or second is None or first.nbytes != second.nbytes:
+        return False
+    found = file_checksum(store, plain, second, cached=cached)
+    return found is not None and found == file_checksum(store, stored, first, cached=cached)
+
+
+def copies_of(
+    store: Store, entries: Mapping[str, DirectoryEntry], stored: Collection[str] | None = None, *, cached: bool = False
+) -> frozenset[str]:
+    """Returns the names of the copies of sidecar files.
+
+    Args:
+        entries: of the directory.
+        stored: only copies of these files, and of none that stays beside them; by default of any.
+        cached: as for `file_checksum`.
+    """
+    by_plain: dict[str, list[str]] = {}
+    for name, plain in stored_files(entries).items():
         if plain in entries:
-            same = [name for name, of in all_stored.items() if of == plain and is_copy(store, entries, name, plain)]
-            copies += [plain] if same and stored.keys() >= set(same) else []
-    return copies
+            by_plain.setdefault(plain, []).append(name)
+    wanted = [plain for plain, names in by_plain.items() if stored is None or not set(names).isdisjoint(stored)]
+
+    def is_gone_with(plain: str) -> bool:
+        same = [name for name in by_plain[plain] if is_copy(store, entries, name, plain, cached=cached)]
+        return bool(same) and (stored is None or set(stored) >= set(same))
+
+    found = for_each(store, is_gone_with, wanted)
+    return frozenset(plain for plain, gone in zip(wanted, found, strict=True) if gone)
 
 
-PlainState = Literal["free", "same", "copy", "other"]
-"""What has a plain name: nothing, a file of the same content, a copy of the file of another save, or something else."""
+PlainState = Literal["free", "same", "copy"]
+"""What has a plain name: nothing, a file of the same content, or a copy of the file of another save."""
 
 
 def plain_states(
@@ -78,45 +104,67 @@ def plain_states(
     Args:
         entries: of the directory.
         contents: of the sidecar files, by plain name.
-    """
-    stored = stored_files(entries)
 
-    def state(plain: str) -> PlainState:
+    Raises:
+        CheckpointExists: something else has one of these names.
+    """
+    copies = copies_of(store, entries, [name for name, plain in stored_files(entries).items() if plain in contents])
+
+    def state(plain: str) -> PlainState | None:
         if (entry := entries.get(plain)) is None:
             return "free"
-        if any(of == plain and is_copy(store, entries, name, plain) for name, of in stored.items()):
-            return "copy"
-        same = entry.regular and entry.nbytes == len(contents[plain])
-        return "same" if same and _content(store, plain, entry.nbytes) == contents[plain] else "other"
+        if entry.nbytes == len(contents[plain]) and file_checksum(store, plain, entry) == checksum(contents[plain]):
+            return "same"
+        return "copy" if plain in copies else None
 
-    return {plain: state(plain) for plain in contents}
+    states = {plain: state(plain) for plain in contents}
+    if others := [plain for plain, state in states.items() if state is None]:
+        raise CheckpointExists(
+            f"{store.url}/{others[0]}",
+            expected="no file, or that of an earlier save, where a file of the save is to be",
+            found=f"another file{f', and {len(others) - 1} more' if len(others) > 1 else ''}",
+            hint="Move it away, or leave it out of files=",
+        )
+    return {plain: state for plain, state in states.items() if state is not None}
 
 
-def give_plain_names(store: Store, stored: Mapping[str, str]) -> list[str]:
-    """Makes the copies of sidecar files that are not there; returns the plain names that files of others have.
+def give_plain_names(store: Store, save_id: str) -> None:
+    """Makes the copies of a save's sidecar files that are not there; raises nothing, as the save may be committed.
 
-    A copy of the file of another save is replaced.
+    A copy of the file of another save is replaced; the log has a warning about a name that a file of others has.
     """
-    entries = store.entries()
-    others = {name: plain for name, plain in stored_files(entries).items() if name not in stored}
+    try:
+        entries = store.entries()
+        stored = stored_files(entries, save_id=save_id)
+        replaced = copies_of(store, entries, stored_files(entries).keys() - stored.keys())
 
-    def give(name: str) -> str:
-        plain, entry = stored[name], entries.get(name)
-        if entry is None or is_copy(store, entries, name, plain):
-            return ""
-        if plain in entries:
-            if not any(is_copy(store, entries, other, plain) for other, of in others.items() if of == plain):
-                return plain
-            store.delete(plain)
-        data = _content(store, name, entry.nbytes)
-        try:
-            if data is not None:  # else it is lost, which `verify` says
-                store.publish_copy(plain, data, of=name)
-        except CheckpointExists:
-            return plain
-        return ""
+        def give(name: str) -> None:
+            plain, data = stored[name], bytearray(entries[name].nbytes)
+            if is_copy(store, entries, name, plain):
+                return
+            if plain in entries and plain not in replaced:
+                raise CheckpointExists(f"{store.url}/{plain}", expected="no file", found="one of others")
+            try:
+                if data:
+                    store.read_into(name, 0, memoryview(data))
+            finally:
+                store.close()
+            if plain in replaced:
+                store.delete(plain)
+            store.publish_copy(plain, bytes(data), of=name)
 
-    return [plain for plain in for_each(store, give, list(stored)) if plain]
+        def try_to_give(name: str) -> Exception | None:
+            try:
+                give(name)
+            except (OSError, TreeckptError) as error:
+                return error
+            return None
+
+        errors = for_each(store, try_to_give, list(stored))
+    except (OSError, TreeckptError) as error:
+        errors = [error]
+    for error in filter(None, errors):
+        _log.warning("%s: a sidecar file lacks its plain name; read it with treeckpt.read_file: %s", store.url, error)
 
 
 def take_plain_names(store: Store, names: Collection[str], save_id: str) -> bool:
@@ -129,13 +177,7 @@ def take_plain_names(store: Store, names: Collection[str], save_id: str) -> bool
         Whether there are such files.
     """
     stored = stored_files(names, without=save_id)
-    for name in copies_of(store, stored) if stored else ():
-        store.delete(name)
     if stored:
+        for_each(store, store.delete, list(copies_of(store, store.entries(), stored)))
         store.sync()
     return bool(stored)
-
-
-def lacks_plain_names(names: Collection[str], save_id: str) -> bool:
-    """Whether sidecar files of a save are there without a file of their plain name."""
-    return any(plain not in names for plain in stored_files(names, save_id=save_id).values())
