@@ -42,7 +42,7 @@ def accelerator(options: argparse.Namespace) -> TreeckptAccelerator:
     """Returns an accelerator on CPUs; with FSDP2, which Accelerate itself turns on where it finds a GPU only."""
     project = ProjectConfiguration(str(options.directory), automatic_checkpoint_naming=True, total_limit=2)
     loading = DataLoaderConfiguration(
-        use_stateful_dataloader=True,
+        use_stateful_dataloader=not options.skip,
         split_batches=not options.dispatch,
         use_seedable_sampler=options.seedable,
         dispatch_batches=options.dispatch,
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--seedable", action="store_true")
     parser.add_argument("--dispatch", action="store_true")
+    parser.add_argument("--skip", action="store_true", help="loaders of torch, by skip_first_batches")
     parser.add_argument("--kill-at", type=int, help="the step in whose save each rank kills itself")
     parser.add_argument("--resized", action="store_true", help="another number of ranks has saved")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -85,8 +86,10 @@ def main() -> None:
     fallback = tc.Fallback(per_rank={"loader": "take"}) if options.resized else None
     report = made.load_state(fallback=fallback)
     resumed_from = progress.step
+    used = progress.step % len(loader) if options.skip else 0
+    batches = made.skip_first_batches(loader, used) if used else loader
     while progress.step < options.steps:
-        for (numbers,) in loader:
+        for (numbers,) in batches:
             found = []
             for number in numbers.tolist():
                 found.append(net(torch.rand(8, 16, generator=torch.Generator().manual_seed(number))).square().mean())
@@ -96,7 +99,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             progress.step += 1
-            if progress.step % 2 == 0 and progress.step < options.steps:
+            if progress.step % 2 == 0:
                 dies = progress.step == options.kill_at
                 if dies:
                     made.wait_for_saves()
@@ -104,6 +107,7 @@ def main() -> None:
                     made.save_state()
             if progress.step == options.steps:
                 break
+        batches = loader
     made.wait_for_saves()
     weights: dict[str, Any] = net.state_dict()
     outcome = {

@@ -34,16 +34,20 @@ JOBS = (
     Job(2, 2),
     Job(2, 2, ("--dropout", "0.5", "--seedable")),
     Job(2, 2, ("--dropout", "0.5", "--dispatch")),
+    Job(1, 1, ("--dropout", "0.5", "--skip")),
+    Job(2, 2, ("--skip", "--seedable")),
     Job(2, 2, ("--dropout", "0.5", "--fsdp")),
     Job(2, 1, ("--fsdp",)),
     Job(1, 2, ()),
 )
 
 
-def launch(job: Job, ranks: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    job: Job, ranks: int, directory: Path, *arguments: str, steps: int = STEPS
+) -> subprocess.CompletedProcess[str]:
     directory.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
-    command += ["-m", "tests.integrations.accelerate_job", str(directory), str(STEPS), *job.options, *arguments]
+    command += ["-m", "tests.integrations.accelerate_job", str(directory), str(steps), *job.options, *arguments]
     out, err = subprocess.PIPE, subprocess.STDOUT
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -67,12 +71,14 @@ def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) ->
     killed = launch(job, job.ranks, tmp_path / "killed", "--kill-at", f"{KILLED_AT}")
     assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
     resized = () if job.resumed == job.ranks else ("--resized",)
-    resumed = launch(job, job.resumed, tmp_path / "killed", *resized)
-    assert resumed.returncode == 0, resumed.stdout
-    one, other = outcome(tmp_path / "whole", job.ranks), outcome(tmp_path / "killed", job.resumed)
-    assert (one["resumed_from"], other["resumed_from"]) == (0, 6)
-    losses = {step: loss for step, loss in one["losses"].items() if step[0] >= 6}
-    assert other["losses"] == losses and len(losses) == 2 * (STEPS - 6)
+    one, losses = outcome(tmp_path / "whole", job.ranks), {}
+    for steps, begins, again in ((KILLED_AT, 6, resized), (STEPS, KILLED_AT, ())):
+        resumed = launch(job, job.resumed, tmp_path / "killed", *again, steps=steps)
+        assert resumed.returncode == 0, resumed.stdout
+        other = outcome(tmp_path / "killed", job.resumed)
+        assert other["resumed_from"] == begins
+        losses |= other["losses"]
+    assert losses == {step: loss for step, loss in one["losses"].items() if step[0] >= 6} and len(losses) == 6
     assert one["rate"] == other["rate"]
     assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
     runs = [tc.Manager(tmp_path / name / "checkpoints", name="checkpoint_{step}") for name in ("whole", "killed")]

@@ -14,19 +14,19 @@ with `DataLoaderConfiguration(use_stateful_dataloader=True)`, otherwise skip wha
 
 from __future__ import annotations
 
-import os
+import importlib
+from pathlib import Path
 from typing import Any
-
-from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
 import treeckpt as tc
 
 from ._accelerate_loaders import LoaderPosition
 
 __all__ = ["TreeckptAccelerator"]
+_accelerate: Any = importlib.import_module("accelerate")
 
 
-class TreeckptAccelerator(Accelerator):
+class TreeckptAccelerator(_accelerate.Accelerator):
     """An `Accelerator` for plain, DDP and FSDP training that saves with treeckpt; `background` says how.
 
     Raises:
@@ -47,7 +47,7 @@ class TreeckptAccelerator(Accelerator):
         if not (config := self.project_configuration).automatic_checkpoint_naming:
             raise ValueError("expected a directory, or a project with automatic_checkpoint_naming=True")
         if self._manager is None:
-            run, how = os.path.join(config.project_dir, "checkpoints"), self._background or True
+            run, how = f"{config.project_dir}/checkpoints", self._background or True
             options: Any = {"name": "checkpoint_{step}", "keep": config.total_limit, "overwrite": False}
             self._manager = tc.Manager(run, background=how, **options)
         return self._manager
@@ -65,7 +65,7 @@ class TreeckptAccelerator(Accelerator):
                 position.watch(skipped)
         return skipped
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> str:
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Saves everything, on every rank, and returns the path; an error is raised by the next save, or at the end.
 
         Args:
@@ -77,10 +77,11 @@ class TreeckptAccelerator(Accelerator):
         tree = tc.training.state(state.pop("model"), state.pop("optimizer"), **state)
         if not config.automatic_checkpoint_naming:
             self._last = tc.save_async(output_dir, tree, overwrite=True, background=self._background)
-            return os.fspath(output_dir)
+            return output_dir
         self.checkpoints.save(config.iteration, tree)
         config.iteration += 1
-        return self.checkpoints.path(config.iteration - 1)
+        path = self.checkpoints.path(config.iteration - 1)
+        return path if "://" in path else Path(path)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **options: Any) -> Any:
         """Restores everything, on every rank; returns the `RestoreReport`, None if the project has no checkpoint yet.

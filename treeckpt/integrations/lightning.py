@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -30,8 +31,7 @@ __all__ = ["TreeckptIO", "TreeckptModelParallel", "install"]
 _is_alone = "lightning_fabric" in sys.modules or importlib.util.find_spec("lightning") is None
 _fabric: Any = importlib.import_module("lightning_fabric" if _is_alone else "lightning.fabric")
 _pytorch: Any = importlib.import_module("pytorch_lightning" if _is_alone else "lightning.pytorch")
-_PARTS = {"state_dict": "model", "optimizer_states": "optimizer"}
-"""What a strategy restores, by Lightning's name."""
+_PARTS = {"state_dict": "model", "optimizer_states": "optimizer"}  # by Lightning's names
 
 
 def install() -> None:
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _load(load: Callable[..., Any], path: Any, map_location: Any = None, **options: Any) -> Any:
-    is_ours = isinstance(path, (str, os.PathLike)) and os.path.isdir(path)
+    is_ours = isinstance(path, (str, os.PathLike)) and Path(path).is_dir()
     return (TreeckptIO().load_checkpoint if is_ours else load)(path, map_location, **options)
 
 
@@ -66,7 +66,7 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
         manager.save(name, {**checkpoint})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None, **options: Any) -> Any:
-        if os.path.isfile(path):
+        if Path(path).is_file():
             return super().load_checkpoint(path, map_location, weights_only=weights_only)
         if not callable(map_location) and not isinstance(map_location, dict):
             options["device"] = map_location
@@ -86,8 +86,8 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
         return {key: part.value if isinstance(part, tc.PerRank) else part for key, part in tree.items()}
 
     def remove_checkpoint(self, path: Any) -> None:
-        if os.path.isfile(path) or os.path.islink(path):
-            os.unlink(path)
+        if (file := Path(path)).is_file() or file.is_symlink():
+            file.unlink()
         else:
             self._to_remove.append(os.fspath(path))
 
@@ -138,7 +138,7 @@ class TreeckptModelParallel(_pytorch.strategies.ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
-        if os.path.isfile(path) or os.path.isfile(os.path.join(path, "meta.pt")):
+        if Path(path).is_file() or Path(path, "meta.pt").is_file():
             return super().load_checkpoint(path, weights_only)
         options = {"rename": _PARTS, "from_root": True, "strict": self.lightning_module.strict_loading}
         fill = partial(tc.OpenedStep.restore, model=self.model, optimizer=self.optimizers or None, **options)
