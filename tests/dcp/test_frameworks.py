@@ -38,6 +38,8 @@ JOBS = (
     Job(
         "torchtitan", "torchtitan_job", "checkpoint/step-2", frozenset({2, 4}), ("--async-mode", "async")
     ),  # killed while it saves step 4, or after
+    Job("composer", "composer_job", "checkpoints/ep0-ba4"),
+    Job("torchtnt", "torchtnt_job", "epoch_0_train_step_4"),
 )
 
 
