@@ -85,7 +85,8 @@ def writers_stopped() -> Iterator[list[int]]:
         yield children
     finally:
         for pid in children:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # killed in the body
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
