@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack, cast
 
 import msgspec
@@ -373,20 +373,24 @@ def load_into(
         return run_load_into(following(path, read.follow_links), tree, comm, options)
 
 
-@contextmanager
 def _ending(
     comm: AnyComm, path: Any, *, together: bool, hint: str, partial: bool | PartialRanks = False
-) -> Iterator[tuple[Comm, PartialRanks | None]]:
-    """Gives the comm of a load, and with `partial` the ranks that are strict together, for its body.
+) -> AbstractContextManager[tuple[Comm, PartialRanks | None]]:
+    """Returns what gives the comm of a load, and with `partial` the ranks that are strict together, for its body.
 
     With `together` its end is that of all ranks.
     """
     if not isinstance(together, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MismatchError("together", expected="True or False", found=f"{together!r:.60}")
     comm, url = as_comm(comm, sends_messages=together or bool(partial)), f"{getattr(path, 'url', path)}"
-    end = ending_together(comm, "load", url, hint=hint) if together else nullcontext()
-    with end, partial_ranks(comm, url, partial) as ranks:
-        yield comm, ranks
+
+    @contextmanager
+    def ending() -> Iterator[tuple[Comm, PartialRanks | None]]:
+        end = ending_together(comm, "load", url, hint=hint) if together else nullcontext()
+        with end, partial_ranks(comm, url, partial) as ranks:
+            yield comm, ranks
+
+    return ending()
 
 
 def load_async(

@@ -314,7 +314,7 @@ def delete_and_then(run: tc.ObjectRun, act: Callable[[Store], object], monkeypat
         act(store)
 
     with monkeypatch.context() as patch:
-        patch.setattr("treeckpt._runs.run.take_index", take)
+        patch.setattr("treeckpt._runs.removal.take_index", take)
         RunDirectory(run).delete(1)
 
 
@@ -370,7 +370,7 @@ def test_of_an_object_store_no_index_is_put_back_once_its_deletion_has_decided(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("treeckpt._runs.run.has_readers", killed)
+        patch.setattr("treeckpt._runs.removal.has_readers", killed)
         RunDirectory(object_run).delete(1)
     pin(folder)
     assert not restore_index(folder) and INDEX_NAME not in folder.entries()
