@@ -92,11 +92,12 @@ test-dcp: $(STAMP) ## run PyTorch's own tests of its checkpointing, from Debian'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[pytorch-tests]'
 	@$(BIN)/python -m tests.pytorch_dcp
 
-# torchtitan alone: it requires an older `datasets`, which does not go with huggingface_hub 2 and is not imported here
+# Without their dependencies: they require older versions of others, or of torch, than are here, and work with these.
+NO_DEPS := torchtitan torchrec fbgemm-gpu-cpu torchft-nightly torchtnt mosaicml mosaicml-cli torch-optimizer pytorch-ranger torchvision
 test-frameworks: $(STAMP) ## install Lightning, Accelerate, PEFT, Ray Train, torchtitan and others, and train, kill and resume with each
-	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan)
+	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan / torchrec / torchft / Composer / TorchTNT)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[frameworks]'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps torchtitan
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(NO_DEPS)
 	$(call say,pytest with them)
 	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py tests/integrations $(PYTEST_ARGS)
 
