@@ -76,8 +76,10 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
 @contextlib.contextmanager
 def writers_stopped() -> Iterator[list[int]]:
     """Stops the processes that write for this one, which begins a save in the body."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            children += map(int, (task / "children").read_text().split())
     assert children, "no process writes for this one"
     for pid in children:
         os.kill(pid, signal.SIGSTOP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 
 import treeckpt as tc
 
-from .checkpointers import sync_files
+from .checkpointers import is_installed, sync_files
 from .results import BenchError
 
 Side = Literal["own", "treeckpt"]
@@ -50,18 +49,15 @@ class SaveClock:
     def __init__(self, task: FrameworkTask) -> None:
         self._task, self._path = task, task.path / "saves.jsonl"
 
-    def measure(self, save: Callable[[], Any], wait: Callable[[], Any]) -> Any:
+    def measure(self, save: Callable[[], Any], wait: Callable[[], Any]) -> None:
         """Measures a save, and writes the result down.
 
         Args:
             save: returns when the training may go on.
             wait: returns when all is written. Files of a framework's own are then made durable, if they are not.
-
-        Returns:
-            What `save` returns.
         """
         begin = time.perf_counter()
-        result = save()
+        save()
         blocked = time.perf_counter() - begin
         wait()
         if self._task.side == "own":
@@ -69,7 +65,6 @@ class SaveClock:
         found = FrameworkSave(blocked, time.perf_counter() - begin)
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(found) + b"\n")
-        return result
 
     def wait_for(self, path: Path) -> None:
         """Waits until a checkpoint of treeckpt is committed at a path; a framework's own is there when `save` returns.
@@ -85,13 +80,13 @@ class SaveClock:
 
 
 class Framework(msgspec.Struct, frozen=True):
-    """A framework, by its package and the loop that saves."""
+    """A framework, by the packages that it needs and the loop that saves."""
 
     name: str
-    package: str
+    packages: tuple[str, ...]
     job: Callable[[FrameworkTask, SaveClock], None]
 
     @property
     def installed(self) -> bool:
-        """Whether the package is installed."""
-        return importlib.util.find_spec(self.package) is not None
+        """Whether its packages are installed."""
+        return all(is_installed(package) for package in self.packages)

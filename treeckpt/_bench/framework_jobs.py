@@ -107,7 +107,7 @@ def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
         enable_progress_bar=False,
         callbacks=[SaveEachStep()],
         plugins=[LightningEnvironment(), *([] if task.side == "own" else [TreeckptIO()])],
-    ).fit(BenchModule(), torch.utils.data.DataLoader(torch.rand(4 * task.saves, WIDTH), batch_size=4))
+    ).fit(BenchModule(), torch.utils.data.DataLoader([*torch.rand(4 * task.saves, WIDTH)], batch_size=4))
 
 
 # Accelerate -----------------------------------------------------------------------------------------------------------
@@ -219,9 +219,9 @@ def _ray_worker(config: dict[str, str]) -> None:
 
 
 FRAMEWORKS = (
-    Framework("transformers", "transformers", _transformers),
-    Framework("lightning", "lightning", _lightning),
-    Framework("accelerate", "accelerate", _accelerate),
-    Framework("torchtitan", "torchtitan", _torchtitan),
-    Framework("ray", "ray", _ray),
+    Framework("transformers", ("transformers", "accelerate"), _transformers),
+    Framework("lightning", ("lightning",), _lightning),
+    Framework("accelerate", ("accelerate",), _accelerate),
+    Framework("torchtitan", ("torchtitan", "triton"), _torchtitan),
+    Framework("ray", ("ray",), _ray),
 )
