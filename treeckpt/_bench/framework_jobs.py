@@ -99,6 +99,7 @@ def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
             path = Path(task.directory, f"step={trainer.global_step}.ckpt")
             clock.measure(partial(trainer.save_checkpoint, path), partial(clock.wait_for, path))
 
+    data: Any = [*torch.rand(4 * task.saves, WIDTH)]
     lightning.Trainer(
         accelerator="cpu",
         max_steps=task.saves,
@@ -107,7 +108,7 @@ def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
         enable_progress_bar=False,
         callbacks=[SaveEachStep()],
         plugins=[LightningEnvironment(), *([] if task.side == "own" else [TreeckptIO()])],
-    ).fit(BenchModule(), torch.utils.data.DataLoader([*torch.rand(4 * task.saves, WIDTH)], batch_size=4))
+    ).fit(BenchModule(), torch.utils.data.DataLoader(data, batch_size=4))
 
 
 # Accelerate -----------------------------------------------------------------------------------------------------------
