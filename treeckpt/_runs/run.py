@@ -513,7 +513,8 @@ class CheckpointSelector:
         for name in self.directory.store.linked_names():
             folder = self.directory.store.folder(name)
             followed = folder.traits.follow_links and folder.modified_ns() is not None
-            if (step_of(name, (self.directory.pattern,)) or 0) > number and not followed:
+            linked = step_of(name, (self.directory.pattern,))
+            if linked is not None and linked > number and not followed:
                 yield folder.place, "a symbolic link, which is not followed"
 
     def _problem(self, info: CheckpointInfo) -> str:
