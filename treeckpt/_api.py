@@ -111,7 +111,8 @@ def save(
             `treeckpt.comm` returns, or (rank, size, store); mpi4py's communicator; "alone" saves in this process alone.
         custom_metadata: values kept in the index: rank 0's, to which what other ranks give must be equal.
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
-            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one.
+            of 64 MiB each, 256 MiB together; rank 0's, which alone reads paths. `read_file` reads one, and other
+            programs open a copy, `path/config.json`.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
             as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
@@ -124,7 +125,7 @@ def save(
     Raises:
         TreeError: a leaf, key or container that cannot be stored, or a file of `files` that cannot be read.
         LayoutError: pieces that do not make up their array.
-        CheckpointExists: there is one, and `overwrite` is not given.
+        CheckpointExists: there is one, and `overwrite` is not given; or a file of others has a name of `files`.
         MismatchError: ranks contradict each other.
         RankError: ranks failed or fell silent; raised on every rank.
         StoreError: an object store cannot be reached, or refuses.

@@ -107,7 +107,8 @@ def expected_at(path: object) -> set[str]:
     """What a checkpoint consists of; the last one of a manager that was closed also has the mark of that."""
     index = tc.inspect(str(path))
     files = names_at(path) & {ended_name(index.save_id)}
-    files |= {stored_name(index.save_id, sidecar.name) for sidecar in index.sidecars}
+    for sidecar in index.sidecars:
+        files |= {stored_name(index.save_id, sidecar.name), sidecar.name}
     return {"index.json", f"timings.{index.save_id}.json", *(file.name for file in index.file_list)} | files
 
 
@@ -121,6 +122,7 @@ def failed_steps(run: Path) -> list[int | None]:
 def check_alone(path: object, seed: int) -> None:
     """Nothing but the checkpoint of this seed is there."""
     assert names_at(path) == expected_at(path)
+    assert not tc.verify(str(path)).notes, "the copies of sidecar files are its own"
     assert_equal(tc.load(str(path)), tree_of(seed))
 
 

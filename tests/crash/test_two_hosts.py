@@ -71,7 +71,7 @@ def check_next_job(place: Path, what: str) -> None:
     for host in range(HOSTS):
         files = [path for path in disk(place, host).rglob("*") if path.is_file() and path.parent.name != DIRECTORY]
         kinds = sorted(owned.kind if (owned := parse_file_name(path.name)) else path.name for path in files)
-        assert kinds == ["index", "shard", "shard", "sidecar", "timings"], files
+        assert kinds == ["config.json", "index", "shard", "shard", "sidecar", "timings"], files
 
 
 WHATS = ("new", "overwriting", "keeping one step")

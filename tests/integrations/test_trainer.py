@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import treeckpt as tc
 from tests.helpers.corruption import flip
@@ -208,17 +209,24 @@ def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: La
     assert whole.returncode == 0, whole.stdout
     killed = _launch(tmp_path / "killed", launch.ranks, *launch.options, "--kill-in", "10")
     assert "SIGKILL" in killed.stdout, killed.stdout
-    assert tc.exists(tmp_path / "killed" / "run" / "checkpoint-5") and not tc.exists(
-        tmp_path / "killed" / "run" / "checkpoint-10"
-    )
-    resumed = _launch(
-        tmp_path / "killed", launch.resumed, *launch.options, "--batch", str(2 * launch.ranks // launch.resumed)
-    )
+    run, batch = tmp_path / "killed" / "run", 2 * launch.ranks // launch.resumed
+    assert tc.exists(run / "checkpoint-5") and not tc.exists(run / "checkpoint-10")
+    resumed = _launch(tmp_path / "killed", launch.resumed, *launch.options, "--batch", str(batch))
     assert resumed.returncode == 0, resumed.stdout
-    for rank in range(launch.resumed):
-        one, other = (torch.load(tmp_path / run / f"outcome-{rank}.pt") for run in ("whole", "killed"))
+    outcomes = [_outcomes(tmp_path, rank) for rank in range(launch.resumed)]
+    for one, other in outcomes:
         losses = [loss for loss in one["losses"] if loss[0] >= 5]
         assert [step for step, _ in other["losses"]] == [step for step, _ in losses]
         if launch.ranks == launch.resumed:
             assert other["losses"] == losses and other["log"][:-1] == one["log"][:-1]
             assert all(torch.equal(other["weights"][name], tensor) for name, tensor in one["weights"].items())
+    file = "adapter_model" if "--lora" in launch.options else "model"
+    opened = load_file(run / f"checkpoint-{STEPS}" / f"{file}.safetensors")
+    saved = {name.replace(".default", ""): tensor for name, tensor in outcomes[0][1]["weights"].items()}
+    assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+
+
+def _outcomes(directory: Path, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a rank wrote at the end of the whole run, and of the resumed one."""
+    whole, killed = (torch.load(directory / run / f"outcome-{rank}.pt") for run in ("whole", "killed"))
+    return whole, killed

@@ -33,7 +33,7 @@ def test_shards_index_sidecars_and_records_follow_the_umask(tmp_path: Path, mode
         made.save(1, TREE, pin=True, files={"config.json": b"{}"})
     found = modes(tmp_path)
     assert {name.split(".")[0].split("-")[0] for name in found} == {
-        "ended", "file", "index", "pinned", "shard", "timings",
+        "config", "ended", "file", "index", "pinned", "shard", "timings",
     }  # fmt: skip
     assert set(found.values()) == {mode}
 

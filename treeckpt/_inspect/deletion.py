@@ -111,7 +111,7 @@ class Removal(msgspec.Struct, frozen=True):
     reason: str
     files: tuple[str, ...]
     """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
-    files has ended comes behind these, see `proof_order`."""
+    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too."""
     nbytes: int
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""

@@ -41,7 +41,7 @@ from .._io.comm.collective import Fault, silent_faults, to_fault
 from .._io.os_errors import wrap_write_error
 from .._io.storage.deletions import clear_leftovers, discard_prepared, prepared_saves, unlocked_sizes
 from .._io.storage.kept_files import ProgressRecorder
-from .._io.storage.plain_names import give_plain_names, plain_states, take_plain_names
+from .._io.storage.plain_names import free_names, give_plain_names, take_plain_names
 from ..errors import CheckpointError, CheckpointExists, RankError
 from .agree import AgreedSave
 from .shard_writer import (
@@ -171,11 +171,9 @@ class _RankSide:
             )
         self._replaced = look.clear(names)
         check_files_exist(store, index, store.sizes(), info.rank)
-        plain_states(store, store.entries(), order.sidecars)
+        free_names(store, store.entries(), order.sidecars)
         for name, data in order.sidecars.items():
             store.publish(stored_name(info.save_id, name), data, replace=True)
-        if INDEX_NAME not in names:
-            give_plain_names(store, info.save_id)
         store.publish(timings_name(info.save_id), order.timings, replace=True)
         store.publish(prepared_name(info.save_id), order.index, replace=True)
 

@@ -36,11 +36,11 @@ from .._io.comm.collective import raise_faults, silent_faults, to_fault
 from .._io.comm.comm import Comm
 from .._io.os_errors import wrap_write_error
 from .._io.public_calls import gc_paused
-from .._io.storage.plain_names import plain_states
+from .._io.storage.plain_names import free_names
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import ThreadPool
-from ..errors import RankError
+from ..errors import CheckpointExists, RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
 from .node_local import commit_on_disks
@@ -162,15 +162,15 @@ def _write_sidecars(agreed: AgreedSave, writer: ShardWriter, report: WriteReport
     def write(name: str) -> None:
         stored = stored_name(agreed.info.save_id, name)  # which no other save uses
         store.publish(stored, files[name], replace=True)
-        if is_new and states[name] != "same":
-            if states[name] == "copy":
-                store.delete(name)
-            store.publish_copy(name, files[name], of=stored)
+        if name in free:
+            with contextlib.suppress(CheckpointExists):  # that of another save at this moment: see `give_plain_names`
+                store.publish_copy(name, files[name], of=stored)
 
     try:
         entries = store.entries()
-        states = plain_states(store, entries, files)
-        is_new = INDEX_NAME not in entries  # else the copies come after the index that replaces this one
+        free = free_names(store, entries, files)
+        if INDEX_NAME in entries:  # the copies come after the index that replaces this one
+            free.clear()
         nbytes = sum(map(len, files.values()))
         with agreed.recorder.span("write files", nbytes), ThreadPool(SIDECAR_WRITERS, "treeckpt-files") as pool:
             list(pool.map(write, files))

@@ -436,8 +436,7 @@ class InlineWriter:
                     remove_replaced(store, info.content.replaced)
             return CommitResult((), True)
         if self._replaces and not in_place:
-            with contextlib.suppress(Exception):
-                give_plain_names(store, read_index(store).save_id)
+            give_plain_names(store)
         self._wait_timings()
         with contextlib.suppress(Exception):  # the error that is being reported matters more
             text = "; ".join(f"rank {fault.rank}: {fault.text}" for fault in faults)[:4000]

@@ -27,9 +27,8 @@ Other programs open `config.json`, which is a copy. It is treeckpt's as long as 
 `file.<save id>.config.json` beside it, and goes with that; a file of other content is its owner's, and is neither
 overwritten nor deleted. It is a copy and no link: object stores have none, and a program that writes into the file in
 place does not damage the checkpoint. It is not the only file, under a name that the index lists: then a save could not
-replace a step without a moment in which one of two checkpoints lacks it, or has that of the other. A copy is there
-before the index of its save where the directory had none; where a checkpoint is replaced, the old copies go before the
-new index is published, and the new ones come after it. See `_io.storage.plain_names`.
+replace a step without a moment in which one of two checkpoints lacks it, or has that of the other. See
+`_io.storage.plain_names`.
 
 A progress record says how much of a save is written, and by which process. A rank keeps it until the save ends. No save
 or load depends on a record: it may be missing, old, or left by a save that was killed. Files of a save are removed

@@ -468,8 +468,7 @@ def restore_plain_names(store: Store, names: Collection[str]) -> None:
     if INDEX_NAME not in names or all(plain in names for plain in stored_files(names).values()):
         return
     with contextlib.suppress(OSError, TreeckptError), hold_for_repair(store):
-        if (save_id := committed_save_id(store)) is not None:
-            give_plain_names(store, save_id)
+        give_plain_names(store)
 
 
 def _has_other_saves(names: Iterable[str], known: str) -> bool:

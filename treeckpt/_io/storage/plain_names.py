@@ -5,21 +5,21 @@ long as it has the same content (size and checksum): it is deleted with the file
 file of that name is its owner's, and stays. So no index is needed to know whose a file is, and nothing that is read or
 verified depends on it: see `_core.format.files` for why it is no second name of the same file.
 
-No copy is beside the index of another save. In a directory without an index copies are written before the index, and
-in one whose checkpoint is replaced after it, as the old ones are deleted before (`take_plain_names`). A save that is
-killed in between leaves a checkpoint without its copies; a clean-up makes them again
-(`deletions.restore_plain_names`), as a save does that replaces it.
+No copy is beside the index of another save. In a directory without an index copies are written before the index; where
+a checkpoint is replaced, the old ones are deleted before the new index is published (`take_plain_names`), and the new
+ones come after it, as they do on the other disks of a node-local save. A save that is killed in between leaves a
+checkpoint without its copies, which a clean-up makes again (`deletions.restore_plain_names`). Of several saves to one
+path at the same time each makes its copies after its commit, unless another one has replaced its checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal
 
 from ..._core.format.files import MAX_SIDECAR_NBYTES, checksum, parse_stored_name
-from ...errors import CheckpointExists, TreeckptError
-from .checkpoint import LruStatCache
+from ...errors import CheckpointExists, CheckpointNotFound, TreeckptError
+from .checkpoint import LruStatCache, read_index
 from .store import DirectoryEntry, Store, for_each
 
 _log = logging.getLogger("treeckpt")
@@ -92,14 +92,10 @@ def copies_of(
     return frozenset(plain for plain, gone in zip(wanted, found, strict=True) if gone)
 
 
-PlainState = Literal["free", "same", "copy"]
-"""What has a plain name: nothing, a file of the same content, or a copy of the file of another save."""
+def free_names(store: Store, entries: Mapping[str, DirectoryEntry], contents: Mapping[str, bytes]) -> set[str]:
+    """Returns which plain names of sidecar files that are to be saved nothing has.
 
-
-def plain_states(
-    store: Store, entries: Mapping[str, DirectoryEntry], contents: Mapping[str, bytes]
-) -> dict[str, PlainState]:
-    """Returns what has the plain names of sidecar files that are to be saved.
+    The others are those of files of the same content, or of copies of the files of other saves.
 
     Args:
         entries: of the directory.
@@ -110,32 +106,36 @@ def plain_states(
     """
     copies = copies_of(store, entries, [name for name, plain in stored_files(entries).items() if plain in contents])
 
-    def state(plain: str) -> PlainState | None:
-        if (entry := entries.get(plain)) is None:
-            return "free"
-        if entry.nbytes == len(contents[plain]) and file_checksum(store, plain, entry) == checksum(contents[plain]):
-            return "same"
-        return "copy" if plain in copies else None
+    def is_of_others(plain: str) -> bool:
+        if (entry := entries.get(plain)) is None or plain in copies:
+            return False
+        same = entry.nbytes == len(contents[plain])
+        return not same or file_checksum(store, plain, entry) != checksum(contents[plain])
 
-    states = {plain: state(plain) for plain in contents}
-    if others := [plain for plain, state in states.items() if state is None]:
+    if others := list(filter(is_of_others, contents)):
         raise CheckpointExists(
             f"{store.url}/{others[0]}",
             expected="no file, or that of an earlier save, where a file of the save is to be",
             found=f"another file{f', and {len(others) - 1} more' if len(others) > 1 else ''}",
             hint="Move it away, or leave it out of files=",
         )
-    return {plain: state for plain, state in states.items() if state is not None}
+    return contents.keys() - entries.keys()
 
 
-def give_plain_names(store: Store, save_id: str) -> None:
-    """Makes the copies of a save's sidecar files that are not there; raises nothing, as the save may be committed.
+def give_plain_names(store: Store, save_id: str = "") -> None:
+    """Makes the copies of a checkpoint's sidecar files that are not there; raises nothing.
 
     A copy of the file of another save is replaced; the log has a warning about a name that a file of others has.
+
+    Args:
+        save_id: does nothing where the index is of another save; by default it may be of any.
     """
     try:
+        committed = read_index(store).save_id
+        if save_id not in ("", committed):
+            return
         entries = store.entries()
-        stored = stored_files(entries, save_id=save_id)
+        stored = stored_files(entries, save_id=committed)
         replaced = copies_of(store, entries, stored_files(entries).keys() - stored.keys())
 
         def give(name: str) -> None:
@@ -161,6 +161,8 @@ def give_plain_names(store: Store, save_id: str) -> None:
             return None
 
         errors = for_each(store, try_to_give, list(stored))
+    except CheckpointNotFound:
+        return
     except (OSError, TreeckptError) as error:
         errors = [error]
     for error in filter(None, errors):

@@ -6,10 +6,13 @@ trainer = TreeckptTrainer(model=model, args=args, train_dataset=data)  # as tran
 trainer.train(resume_from_checkpoint=True)  # the newest `checkpoint-<step>` that is whole
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._core.public_names import publish
 from ._hub_names import hub_rules, module_rules
+
+if TYPE_CHECKING:
+    from ._trainer import TreeckptMixin, TreeckptTrainer
 
 __all__ = ["TreeckptMixin", "TreeckptTrainer", "hub_rules", "module_rules"]
 publish(__name__, __all__, globals())
@@ -20,6 +23,6 @@ def __getattr__(name: str) -> Any:
     if name in ("TreeckptMixin", "TreeckptTrainer"):
         from . import _trainer
 
-        publish(__name__, __all__, vars(_trainer))
+        publish(__name__, __all__, _trainer.__dict__)
         return getattr(_trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

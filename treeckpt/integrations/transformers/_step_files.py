@@ -21,13 +21,15 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 import treeckpt as tc
 
 from ._hub_names import hub_rules
 
 _log = logging.getLogger("treeckpt")
+WORK = "weights-"
+"""The first letters of a directory in which they are made."""
 
 
 def is_peft(model: Any) -> bool:
@@ -90,7 +92,7 @@ class HubWeights:
 
     def clear(self, path: str = "") -> None:
         """Removes the weights of deleted steps, and those at a path that will be saved again."""
-        for folder in [one for one in self._folders if one == Path(path) or not tc.exists(one)]:
+        for folder in [one for one in list(self._folders) if one == Path(path) or not tc.exists(one)]:
             self._folders.discard(folder)
             for one in _made_in(folder):
                 shutil.rmtree(one) if one.is_dir() else one.unlink()
@@ -100,8 +102,7 @@ class HubWeights:
     def add(self, step: int, saved: Any) -> None:
         """Makes the weights of a step in the background, once it is committed."""
         if self._rules is None:  # not in the thread: the module may be in the middle of a step there
-            model = self._trainer.model
-            self._rules = hub_rules(model) if isinstance(model, PreTrainedModel) else ()
+            self._rules = _rules_of(self._trainer.model)
         self._thread.submit(self._make, step, saved)
 
     def wait(self) -> None:
@@ -113,7 +114,7 @@ class HubWeights:
         try:
             if isinstance(saved, tc.Pending):
                 saved.result()
-            with self._manager.reading(step), tempfile.TemporaryDirectory(prefix="hub-", dir=folder) as made:
+            with self._manager.reading(step), tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as made:
                 self._folders.add(folder)
                 self._write(folder, Path(made, "files"))
                 for path in Path(made, "files").iterdir():
@@ -133,9 +134,17 @@ class HubWeights:
             tc.convert.to_safetensors(source, destination, subtree="model", transforms=self._rules, comm="alone")
 
 
+def _rules_of(model: Any) -> tuple[tc.rules.Rule, ...]:
+    """Returns the rules to the names of the hub; none where they cannot be told: then the names are the module's."""
+    try:
+        return hub_rules(model) if isinstance(model, PreTrainedModel) else ()
+    except tc.MismatchError as error:
+        _log.warning("weights for from_pretrained have the names of the module: %s", error)
+        return ()
+
+
 def _made_in(folder: Path) -> list[Path]:
-    """Returns what was made in a step's directory."""
-    there = folder.iterdir() if folder.is_dir() else ()
-    return [
-        one for one in there if one.is_dir() or (one.suffix == ".safetensors" and not one.name.startswith("shard-"))
-    ]
+    """Returns what was made in a step's directory: weights, and directories of adapters or of work that was killed."""
+    there = list(folder.iterdir()) if folder.is_dir() else []
+    directories = [one for one in there if (one / "adapter_config.json").exists() or one.name.startswith(WORK)]
+    return directories + [one for one in there if one.suffix == ".safetensors" and not one.name.startswith("shard-")]

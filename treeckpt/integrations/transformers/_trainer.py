@@ -112,7 +112,8 @@ class TreeckptMixin(_Base):
             self._tr_loss += self._unlogged["loss"].to(self._tr_loss.device)
             self._globalstep_last_logged = self._unlogged["since"]
             # it is in the next loss that is logged, but not in the mean of the steps of this call
-            self._total_loss_scalar -= nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
+            gathered: Any = nested_gather(self._tr_loss, self.args.parallel_mode)
+            self._total_loss_scalar -= gathered.mean().item()
         self._opened = None
         self._reading.close()
         return None
@@ -141,7 +142,8 @@ class TreeckptMixin(_Base):
         return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "extra": extra}
 
     def _training_state(self) -> dict[str, Any]:
-        self._unlogged = {"loss": self._tr_loss.detach(), "since": self._globalstep_last_logged}
+        loss: Any = self._tr_loss
+        self._unlogged = {"loss": loss.detach(), "since": self._globalstep_last_logged}
         parts = {"rng": False} if self.args.save_only_model else self._parts()
         return state_function(self.model)(self.model_wrapped, **parts)
 
