@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def writers_stopped() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def killed_in_save() -> Iterator[None]:
     """Kills the processes that write for this one, and this one, after the body, which begins a save."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once another rank is gone: writers would stay
     with writers_stopped() as children:
         yield
         for pid in (*children, os.getpid()):

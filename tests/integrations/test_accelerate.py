@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.framework_job import launch
 
-ROOT = Path(__file__).parents[2]
 STEPS = 9
 KILLED_AT = 8
 """The step in whose save a run is killed: three steps into an epoch of five, the save before is one step into it."""
@@ -42,17 +40,10 @@ JOBS = (
 )
 
 
-def launch(
-    job: Job, ranks: int, directory: Path, *arguments: str, steps: int = STEPS
-) -> subprocess.CompletedProcess[str]:
+def run(job: Job, ranks: int, directory: Path, *arguments: str, steps: int = STEPS) -> subprocess.CompletedProcess[str]:
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
-    command += ["-m", "tests.integrations.accelerate_job", str(directory), str(steps), *job.options, *arguments]
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=120, check=False, text=True, stdout=out, stderr=err
-    )
+    given = (str(directory), f"{steps}", *job.options, *arguments)
+    return launch("tests.integrations.accelerate_job", ranks, *given)
 
 
 def outcome(directory: Path, ranks: int) -> dict[str, Any]:
@@ -66,14 +57,14 @@ def outcome(directory: Path, ranks: int) -> dict[str, Any]:
 def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed: `make test-frameworks` installs it")
-    whole = launch(job, job.ranks, tmp_path / "whole")
+    whole = run(job, job.ranks, tmp_path / "whole")
     assert whole.returncode == 0, whole.stdout
-    killed = launch(job, job.ranks, tmp_path / "killed", "--kill-at", f"{KILLED_AT}")
+    killed = run(job, job.ranks, tmp_path / "killed", "--kill-at", f"{KILLED_AT}")
     assert "SIGKILL" in killed.stdout and not list((tmp_path / "killed").glob("outcome-*.pt")), killed.stdout
     resized = () if job.resumed == job.ranks else ("--resized",)
     one, losses = outcome(tmp_path / "whole", job.ranks), {}
     for steps, begins, again in ((KILLED_AT, 6, resized), (STEPS, KILLED_AT, ())):
-        resumed = launch(job, job.resumed, tmp_path / "killed", *again, steps=steps)
+        resumed = run(job, job.resumed, tmp_path / "killed", *again, steps=steps)
         assert resumed.returncode == 0, resumed.stdout
         other = outcome(tmp_path / "killed", job.resumed)
         assert other["resumed_from"] == begins
