@@ -92,12 +92,10 @@ test-dcp: $(STAMP) ## run PyTorch's own tests of its checkpointing, from Debian'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[pytorch-tests]'
 	@$(BIN)/python -m tests.pytorch_dcp
 
-# Without their dependencies: they require older versions of others, or of torch, than are here, and work with these.
-NO_DEPS := torchtitan torchrec fbgemm-gpu-cpu torchft-nightly torchtnt mosaicml mosaicml-cli torch-optimizer pytorch-ranger torchvision
 test-frameworks: $(STAMP) ## install Lightning, Accelerate, PEFT, Ray Train, torchtitan and others, and train, kill and resume with each
-	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan / torchrec / torchft / Composer / TorchTNT)
+	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan / torchrec / torchft / TorchTNT / Composer)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[frameworks]'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(NO_DEPS)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/integrations/requirements.txt
 	$(call say,pytest with them)
 	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py tests/integrations $(PYTEST_ARGS)
 

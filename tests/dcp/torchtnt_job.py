@@ -1,4 +1,4 @@
-"""Trains with TorchTNT's loop and its `DistributedCheckpointSaver` after `treeckpt.dcp.install`; resumes what is there."""
+"""Trains with TorchTNT's loop and its `DistributedCheckpointSaver` after `install`; resumes what is there."""
 
 from __future__ import annotations
 
