@@ -121,7 +121,7 @@ PUBLIC_MODULES = {
         "TreeckptError",
     ],
     "integrations.accelerate": ["TreeckptAccelerator"],
-    "integrations.lightning": ["RandomStates", "TreeckptDDP", "TreeckptIO", "TreeckptModelParallel", "install"],
+    "integrations.lightning": ["TreeckptIO", "TreeckptModelParallel", "install"],
     "integrations.peft": ["export", "peft_state"],
     "integrations.ray": ["manager", "report", "restore"],
     "integrations.torchtitan": ["TreeckptManager"],

@@ -74,3 +74,34 @@ def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) ->
     assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
     runs = [tc.Manager(tmp_path / name / "checkpoints", name="checkpoint_{step}") for name in ("whole", "killed")]
     assert runs[0].steps() == runs[1].steps() == [2, 3]
+
+
+@pytest.mark.slow
+def test_states_go_to_a_directory_and_come_back_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="`make test-frameworks` installs it")
+    from treeckpt.integrations.accelerate import TreeckptAccelerator
+
+    made = TreeckptAccelerator(cpu=True)
+    nets: list[Any] = [torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)]
+    optimizers: list[Any] = [torch.optim.Adam(net.parameters()) for net in nets]
+    *nets, one, other = made.prepare(*nets, *optimizers)
+    made.backward(nets[1](nets[0](torch.ones(1, 4))).sum())
+    one.step()
+    other.step()
+    made.step = 7
+    weight = nets[1].weight.detach().clone()
+    assert made.save_state(tmp_path / "step_3") == tmp_path / "step_3"
+    made.wait_for_saves()
+    torch.nn.init.zeros_(nets[1].weight)
+    made.step = 0
+    made.load_state(tmp_path / "step_3")
+    assert torch.equal(nets[1].weight, weight) and made.step == 7
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
+        made.load_state()
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
+        made.save_state()
+    made.register_save_state_pre_hook(print)
+    with pytest.raises(TypeError, match=r"hooks.*print"):
+        made.save_state(tmp_path / "step_3")
+    with pytest.raises(TypeError, match="strict"):
+        made.save_state(tmp_path / "step_3", strict=True)

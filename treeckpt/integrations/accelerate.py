@@ -75,7 +75,7 @@ class TreeckptAccelerator(_accelerate.Accelerator):
         self._refuse(options, self._save_model_state_pre_hook)
         state, config = self._state(), self.project_configuration
         tree = tc.training.state(state.pop("model"), state.pop("optimizer"), **state)
-        if not config.automatic_checkpoint_naming:
+        if output_dir is not None and not config.automatic_checkpoint_naming:
             self._last = tc.save_async(output_dir, tree, overwrite=True, background=self._background)
             return output_dir
         self.checkpoints.save(config.iteration, tree)
@@ -107,8 +107,9 @@ class TreeckptAccelerator(_accelerate.Accelerator):
         """Returns when everything that was saved is durable; raises the error of a save that failed."""
         if self._manager is not None:
             self._manager.wait()
-        if self._last is not None:
-            self._last.result()
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def end_training(self) -> None:
         self.wait_for_saves()
