@@ -21,7 +21,7 @@ MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
 # What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
 DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.rules treeckpt.policy \
-  treeckpt.integrations.transformers treeckpt.errors treeckpt._core.format
+  treeckpt.integrations treeckpt.errors treeckpt._core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -136,7 +136,7 @@ docs: $(STAMP) ## write the reference of the public names, the errors and the fo
 	$(call say,Installing pdoc)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(call say,Writing build/docs)
-	@$(BIN)/python -m tests.helpers.reference -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules)\._.*'
+	@$(BIN)/python -m tests.helpers.reference -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules|integrations\.\w+)\._.*'
 
 notebooks: $(STAMP) ## run the guides in notebooks/ and renew the outputs that are stored in them
 	$(call say,Running the guides)

@@ -122,7 +122,10 @@ PUBLIC_MODULES = {
     ],
     "integrations.accelerate": ["TreeckptAccelerator"],
     "integrations.lightning": ["TreeckptIO", "TreeckptModelParallel", "install"],
-    "integrations.transformers": ["hub_rules", "module_rules"],
+    "integrations.peft": ["export", "peft_state"],
+    "integrations.ray": ["manager", "report", "restore"],
+    "integrations.torchtitan": ["TreeckptManager"],
+    "integrations.transformers": ["TreeckptMixin", "TreeckptTrainer", "hub_rules", "module_rules"],
     "policy": ["All", "Best", "EveryPeriod", "EverySteps", "Last", "Policy", "StepInfo", "Steps", "Total", "kept"],
     "reports": ["Leftover", "LoadReport", "SaveReport", "VerifyReport"],
     "rules": [

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,10 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
 @contextlib.contextmanager
 def writers_stopped() -> Iterator[list[int]]:
     """Stops the processes that write for this one, which begins a save in the body."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            children += map(int, (task / "children").read_text().split())
     assert children, "no process writes for this one"
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
@@ -85,13 +88,15 @@ def writers_stopped() -> Iterator[list[int]]:
         yield children
     finally:
         for pid in children:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # killed in the body
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def killed_in_save() -> Iterator[None]:
     """Kills the processes that write for this one, and this one, after the body, which begins a save."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once another rank is gone: writers would stay
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once another rank is gone: writers would stay
     with writers_stopped() as children:
         yield
         for pid in (*children, os.getpid()):

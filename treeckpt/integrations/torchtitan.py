@@ -30,6 +30,8 @@ from torchtitan.tools import filesystem  # pyright: ignore[reportMissingImports]
 
 import treeckpt as tc
 
+__all__ = ["TreeckptManager"]
+
 
 class TreeckptManager(BaseCheckpointManager):
     """Saves and loads what torchtitan's own checkpoint manager does, under the same names, by the same options.

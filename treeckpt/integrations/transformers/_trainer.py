@@ -28,11 +28,12 @@ class TreeckptMixin(_Base):
     `from_pretrained` opens, come later: at the end of `train` at the latest.
     """
 
-    _manager: tc.Manager
-    _weights: HubWeights | None = None
-    """On rank 0."""
-    _opened: tc.OpenedStep | None = None
-    """What is being loaded."""
+    _manager: Any
+    """The `treeckpt.Manager` of the run."""
+    _weights: Any = None
+    """On rank 0, the `HubWeights`."""
+    _opened: Any = None
+    """The `treeckpt.OpenedStep` that is being loaded."""
     _unlogged: dict[str, Any] | None = None
     """The loss of the steps that no log has, and the step after which these began."""
     _is_warm = False
