@@ -21,7 +21,7 @@ MUTATE_SECONDS ?= 1800
 MUTATE_ARGS ?=
 # What `make docs` describes, besides the packages that these hold; errors and formats are pages of their own.
 DOCS := treeckpt treeckpt.training treeckpt.convert treeckpt.dcp treeckpt.testing treeckpt.rules treeckpt.policy \
-  treeckpt.integrations.transformers treeckpt.errors treeckpt._core.format
+  treeckpt.integrations treeckpt.errors treeckpt._core.format
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
@@ -92,13 +92,12 @@ test-dcp: $(STAMP) ## run PyTorch's own tests of its checkpointing, from Debian'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[pytorch-tests]'
 	@$(BIN)/python -m tests.pytorch_dcp
 
-# torchtitan alone: it requires an older `datasets`, which does not go with huggingface_hub 2 and is not imported here
-test-frameworks: $(STAMP) ## install Lightning, Accelerate and torchtitan, and train, kill and resume with each on treeckpt.dcp
-	$(call say,Installing Lightning / Accelerate / torchtitan)
+test-frameworks: $(STAMP) ## install Lightning, Accelerate, PEFT, Ray Train, torchtitan and others, and train, kill and resume with each
+	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan / torchrec / torchft / TorchTNT / Composer)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[frameworks]'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps torchtitan
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/integrations/requirements.txt
 	$(call say,pytest with them)
-	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py tests/integrations $(PYTEST_ARGS)
 
 test-libraries: $(STAMP) ## install optimizers, metrics and schedulers of other libraries, and save and restore their states
 	$(call say,Installing torchao / torchmetrics / pytorch_optimizer / bitsandbytes / torch_ema / warmup_scheduler)
@@ -137,7 +136,7 @@ docs: $(STAMP) ## write the reference of the public names, the errors and the fo
 	$(call say,Installing pdoc)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(call say,Writing build/docs)
-	@$(BIN)/python -m tests.helpers.reference -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules)\._.*'
+	@$(BIN)/python -m tests.helpers.reference -d google --no-show-source -o build/docs $(DOCS) '!treeckpt\.(_core\.format|training|convert|dcp|rules|integrations\.\w+)\._.*'
 
 notebooks: $(STAMP) ## run the guides in notebooks/ and renew the outputs that are stored in them
 	$(call say,Running the guides)

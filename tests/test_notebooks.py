@@ -39,7 +39,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 
 
 def test_the_guides_are_numbered_and_each_names_the_next() -> None:
-    assert [int(stem[:2]) for stem in STEMS] == list(range(1, len(STEMS) + 1)) and len(STEMS) == 10
+    assert [int(stem[:2]) for stem in STEMS] == list(range(1, len(STEMS) + 1)) and len(STEMS) == 11
     for path, following in zip(NOTEBOOKS, STEMS[1:], strict=False):
         *_, last = (cell for cell in cells_of(path) if cell["cell_type"] == "markdown")
         assert f"({following}.ipynb)" in "".join(last["source"])

@@ -49,7 +49,15 @@ from ._loading.run_load import (
     verify,
 )
 from ._saving.background import prewarm_tree, save_async_tree
-from ._saving.options import BackgroundOptions, SaveOptions, SidecarContent, background_of, shard_limit
+from ._saving.options import (
+    BackgroundOptions,
+    GivenBase,
+    IncrementalOptions,
+    SaveOptions,
+    SidecarContent,
+    background_of,
+    shard_limit,
+)
 from ._saving.save import save_tree
 from ._saving.session import Pending
 from .errors import MismatchError
@@ -89,6 +97,7 @@ def save(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
+    base: SavePath | None = None,
     verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
@@ -113,20 +122,19 @@ def save(
         files: small files that belong to the checkpoint, by plain names, as {"config.json": path or bytes}: up to 1,000
             of 64 MiB each, 256 MiB in all; rank 0's, read there. `read_file` reads one, others open `path/config.json`.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
-        verify_replicas: how what several ranks hold is compared: values, and arrays and pieces of up to 64 KiB, always
-            as a whole; larger ones by samples, 1 KiB of each 256 KiB ("sample", which finds an array that differs all
-            along any 256 KiB), by all bytes (True), or not at all (False). Of an array that differs where it is not
-            compared, each part comes from one of the ranks that hold it.
+        base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
+            are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
+        verify_replicas: how what several ranks hold is compared: up to 64 KiB always as a whole; larger arrays by
+            samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not at all (False). Of an array that
+            differs where it is not compared, each part comes from one of the ranks that hold it.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
         max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.
 
     Raises:
-        TreeError: a leaf, key or container that cannot be stored, or a file of `files` that cannot be read.
-        LayoutError: pieces that do not make up their array.
+        TreeError, LayoutError: what cannot be stored, a file that cannot be read, pieces that are no whole array.
         CheckpointExists: there is one, and `overwrite` is not given; or a file of others has a name of `files`.
-        MismatchError: ranks contradict each other.
-        RankError: ranks failed or fell silent; raised on every rank.
+        MismatchError, RankError: ranks contradict each other, failed or fell silent; raised on every rank.
         StoreError: an object store cannot be reached, or refuses.
     """
     options = SaveOptions(
@@ -134,6 +142,7 @@ def save(
         custom_metadata=custom_metadata,
         files=files,
         overwrite=overwrite,
+        incremental=None if base is None else IncrementalOptions(source=GivenBase(open_store(base))),
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),
@@ -153,6 +162,7 @@ def save_async(
     custom_metadata: Mapping[str, Any] | None = None,
     files: Mapping[str, SidecarContent] | None = None,
     overwrite: bool = False,
+    base: SavePath | None = None,
     verify_replicas: Comparison = "sample",
     allow_pickle: bool = False,
     max_shard_bytes: int | None = None,
@@ -183,6 +193,7 @@ def save_async(
         custom_metadata=custom_metadata,
         files=files,
         overwrite=overwrite,
+        incremental=None if base is None else IncrementalOptions(source=GivenBase(open_store(base))),
         verify_replicas=verify_replicas,
         allow_pickle=allow_pickle,
         max_shard_bytes=shard_limit(max_shard_bytes),

@@ -39,6 +39,8 @@ class SaveReport(msgspec.Struct, frozen=True):
         spans: of this rank: each phase with its time and bytes.
         blocked_seconds: time until the call of a background save returned; None for a save in the foreground.
         staged_nbytes: bytes that were copied before the call of a background save returned.
+        shared_nbytes: bytes of array data of this rank that were neither copied nor written, as another checkpoint of
+            the run has them; see `save(base=...)`.
         disks: where ranks saw different directories at the path: the disks, each with its host and ranks.
     """
 
@@ -53,6 +55,7 @@ class SaveReport(msgspec.Struct, frozen=True):
     blocked_seconds: float | None = None
     staged_nbytes: int = 0
     disks: tuple[Disk, ...] = ()
+    shared_nbytes: int = 0
 
     def __str__(self) -> str:
         blocked = f", {seconds_text(self.blocked_seconds)} of it blocking" if self.blocked_seconds is not None else ""
@@ -61,6 +64,8 @@ class SaveReport(msgspec.Struct, frozen=True):
         if self.world > 1:
             row = f"saved {self.path}  by {self.world} ranks in {took}; this rank wrote {written}"
         rows = [row]
+        if self.shared_nbytes:
+            rows.append(f"  {bytes_text(self.shared_nbytes)} are shared with other checkpoints of the run")
         for span in self.spans:
             rate = rate_text(span.nbytes, span.seconds) if span.nbytes else ""
             rows.append(f"  {span.name:<10} {span.seconds:9.4f} s  {rate}".rstrip())

@@ -51,6 +51,8 @@ class FileRow(msgspec.Struct, frozen=True):
     header: int
     share: float
     """Its bytes as a share of the largest shard's."""
+    directory: str = ""
+    """The directory of the checkpoint of the run in which it lies, where that is another one."""
     state: FileState = "not verified"
     problem: str | None = None
     """What the last verification found in it, or the listing of the directory."""
@@ -137,7 +139,7 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
     """Returns the rows of the shards with these numbers."""
     files = tree.index.file_list
     largest = max((file.nbytes for file in files), default=0)
-    sizes, found = tree.checkpoint.folder.sizes(), tree.checkpoint.info.verification
+    sizes, found = tree.sizes, tree.checkpoint.info.verification
     damaged = {part.file: visible(part.text) for part in reversed(found.problems)} if found is not None else {}
     unread = {part.file: visible(part.text) for part in reversed(found.unread)} if found is not None else {}
     # of very many problems only the first are kept
@@ -155,7 +157,11 @@ def _file_rows(tree: OwnTree, numbers: range) -> list[FileRow]:
         size, wanted = sizes.get(file.name), file.header + file.nbytes
         if size is None or size < wanted:
             state = "missing" if size is None else "cut short"
-            problem = f"there is no such file in {tree.row.name}" if size is None else f"{size} of {wanted} bytes"
+            problem = (
+                f"there is no such file in {file.directory or tree.row.name}"
+                if size is None
+                else f"{size} of {wanted} bytes"
+            )
         elif problem is not None:
             state = "damaged"
         elif (text := unread.get(file.name)) is not None:

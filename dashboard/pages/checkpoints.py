@@ -20,6 +20,7 @@ from treeckpt._core.format.records import Index
 from treeckpt._core.format.timings import MAX_TIME
 from treeckpt._core.text import json_number
 from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.checkpoint import with_shared_files
 from treeckpt._io.storage.store import Store
 from treeckpt._runs.active_saves import SaveUnderWay, waits_for_text
 from treeckpt._runs.catalog import CheckpointInfo, Status
@@ -242,8 +243,12 @@ class OpenTree(msgspec.Struct, frozen=True, eq=False):
         """What is known to be damaged."""
         if self.row.format is not None:
             return NO_DAMAGE
-        found, folder = self.checkpoint.info.verification, self.checkpoint.folder
-        return damage_of(self.outline, found, folder.sizes())
+        return damage_of(self.outline, self.checkpoint.info.verification, self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The files and their sizes in bytes, with the shards in the directories of other checkpoints."""
+        return with_shared_files(self.checkpoint.folder, self.index).sizes()
 
     def read(self, read: Callable[[Store, Index], T], *, problem_of: Callable[[T], object] = lambda _: None) -> T:
         """Returns the result of `read`; reads again after a problem if a save has replaced the checkpoint meanwhile."""
@@ -251,7 +256,7 @@ class OpenTree(msgspec.Struct, frozen=True, eq=False):
         for tries_left in reversed(range(TRIES)):
             with closing(self.library.store(opened.checkpoint)) as store:
                 try:
-                    result = read(store, opened.index)
+                    result = read(with_shared_files(store, opened.index), opened.index)
                 except (CheckpointError, OSError):
                     newer = open_tree(self.library, self.checkpoint.id) if tries_left else opened
                     if newer.index.save_id == opened.index.save_id:

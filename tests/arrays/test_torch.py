@@ -246,7 +246,7 @@ def test_a_load_that_is_refused_leaves_the_backward_as_it_was(tmp_path: Path) ->
 def test_torch_values_keep_their_types() -> None:
     devices = [torch.device("cuda", 3), torch.device("cpu")]
     layouts = [torch.strided, torch.sparse_coo, torch.channels_last]
-    tree = [torch.Size([2, 3]), torch.Size([]), torch.float16, *devices, *layouts]
+    tree = [torch.Size([2, 3]), torch.Size([]), torch.float16, torch.__version__, *devices, *layouts]
     loaded = roundtrip(tree)
     assert loaded == tree
     assert [type(x) for x in loaded] == [type(x) for x in tree]

@@ -19,7 +19,7 @@ from treeckpt import _bench
 from treeckpt._bench import measure, states
 from treeckpt._bench.checkpointers import SyncCheckpointer, sync_files
 from treeckpt._bench.measure import Meter, cached_fraction, drop_cache, fill_cache
-from treeckpt._bench.results import LIMITS, BenchError, Limit, Trial, summarize
+from treeckpt._bench.results import LIMITS, BenchError, FrameworkSummary, Limit, Trial, print_frameworks, summarize
 from treeckpt._bench.states import BenchTask, different_leaf, make_state, shapes_bytes, sum_bytes, touch
 from treeckpt._cli.main import main as command_line
 
@@ -121,6 +121,28 @@ def test_tables_are_measured_beside_dense_tensors_of_the_same_bytes(tmp_path):
     assert {t["nbytes"] for t in report["trials"]} == {5000 * (3 * 64 + 8)}
     assert {t["contender"] for t in report["trials"]} == {"treeckpt", "treeckpt dense"}
     assert all(bar["state"] != "not measured" for bar in report["bars"] if bar["scenario"] == "table")
+
+
+@pytest.mark.slow
+def test_frameworks_are_measured_beside_their_own_checkpoints(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    options = ["--scale", "0.1", "--repetitions", "1", "--dir", str(tmp_path / "work"), "--json", str(out)]
+    only = [word for name in ("transformers", "accelerate", "ray") for word in ("--contender", name)]
+    assert _bench.main([*options, "--only", "frameworks", *only]) == 0
+    report, said = json.loads(out.read_text()), capsys.readouterr().out
+    names = {row["framework"] for row in report["frameworks"]}
+    assert {"transformers", "accelerate"} <= names and ("ray" in names or "not installed: ray" in said)
+    assert all(0 < row["blocked"] < row["durable"] for row in report["frameworks"])
+    assert report["trials"] == [] and list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_framework_has_reached_its_bars_if_both_are(capsys):
+    fields = {"framework": "f", "saves": 1, "own_blocked": 1.0, "own_durable": 1.0}
+    pairs = ((0.5, 1.2), (0.6, 1.0), (0.1, 1.3))
+    rows = [FrameworkSummary(**fields, blocked=blocked, durable=durable) for blocked, durable in pairs]
+    assert [row.state for row in rows] == ["ok", "short", "short"]
+    print_frameworks(rows, ["g"])
+    assert "not installed: g" in capsys.readouterr().out
 
 
 def test_ratios_are_of_the_trial_and_of_the_limit_beside_it():

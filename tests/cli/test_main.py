@@ -563,7 +563,9 @@ def test_alone_it_shows_every_command_and_the_exit_codes(cli, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["verify", "--help"])
     assert EXIT_CODES in capsys.readouterr().out
-    commands = "ls show verify diff rebuild-index gc rm pin unpin convert report trace dashboard demo bench completion"
+    commands = (
+        "ls show verify diff rebuild-index flatten gc rm pin unpin convert report trace dashboard demo bench completion"
+    )
     assert re.findall(r"^    ([a-z][a-z-]+)\b", shown, re.M) == commands.split() and "exit codes:" in shown
 
 

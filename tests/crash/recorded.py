@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import treeckpt as tc
+from tests.crash import killed_sharing
 from tests.helpers.world import errors_of, on_ranks, small_tree
 from treeckpt._core.format.files import step_name
 from treeckpt._io.storage import local_files
@@ -53,6 +54,8 @@ def main(what: str, directory: Path) -> None:
         save(path, 2)
     elif what == "background":
         tc.save_async(path, small_tree(0, 1, seed=2), step=2, overwrite=True).result(60)
+    elif what in killed_sharing.ACTIONS:
+        killed_sharing.ACTIONS[what](run)
     elif what == "cleaning":
         assert not RunDirectory(run).clean([Last(1)], grace=0).failed
     with contextlib.suppress(FileNotFoundError):

@@ -28,7 +28,7 @@ from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tre
 from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage import local_files, local_store
-from treeckpt._saving.shard_writer import PUBLISHED_HINT
+from treeckpt._saving.committed_files import PUBLISHED_HINT
 
 ROOT = Path(__file__).parents[2]
 SYSTEM_CALLS = ("open", "pwrite", "ftruncate", "fsync", "link", "replace", "posix_fallocate")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
+from tests.crash import killed_sharing
 from tests.crash.outage import State, lay_out, states
 from tests.crash.syscalls import Recording, record, why_not
 from tests.helpers.world import assert_holds, seed_of, whole_tree
@@ -35,6 +36,19 @@ def recorded(directory: Path, what: str, before: tuple[int, ...]) -> Recording:
     for step in before:
         tc.save(root / RUN / step_name(step), whole_tree(seed=1), step=step)
     command = [sys.executable, "-W", "error", "-m", "tests.crash.recorded", what, str(root)]
+    found = record(root, command, directory / "trace", cwd=ROOT)
+    assert found.returned is not None and found.effects and found.syncs
+    return found
+
+
+def recorded_sharing(directory: Path, action: str) -> Recording:
+    """A run whose checkpoints share files, and what an action then does in it."""
+    if why := why_not():
+        pytest.skip(why)
+    root = directory / "root"
+    root.mkdir()
+    killed_sharing.make_run(root / RUN)
+    command = [sys.executable, "-W", "error", "-m", "tests.crash.recorded", action, str(root)]
     found = record(root, command, directory / "trace", cwd=ROOT)
     assert found.returned is not None and found.effects and found.syncs
     return found
@@ -86,3 +100,20 @@ def test_a_power_loss_while_cleaning_leaves_whole_checkpoints_only(tmp_path: Pat
         assert found[3] == 1 and {found[1], found[2]} <= {None, 1}
         met.add((found[1], found[2]))
     assert {(1, 1), (None, None)} <= met
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("action", ["save", "delete_origin"])
+def test_a_power_loss_leaves_every_checkpoint_that_shares_files(tmp_path: Path, action: str, limit: int) -> None:
+    recording, met = recorded_sharing(tmp_path, action), set[bool]()
+    changed = killed_sharing.LAST + (1 if action == "save" else -1)
+    for state in states(recording, limit):
+        shutil.rmtree(tmp_path / "after", ignore_errors=True)
+        lay_out(state, tmp_path / "after")
+        run = tmp_path / "after" / RUN
+        held = {step for step in range(1, killed_sharing.LAST + 2) if killed_sharing.holds(run, step)}
+        assert held | {changed} == set(range(1, killed_sharing.LAST + 1)) | {changed}
+        if state.saved:
+            assert (changed in held) is (action == "save"), "what has returned is durable"
+        met.add(changed in held)
+    assert met == {True, False}

@@ -100,5 +100,5 @@ def test_a_failure_in_the_background_is_the_futures(tmp_path: Path) -> None:
 
 
 class _Broken(treeckpt.dcp.Writer):
-    def publish_marker(self) -> None:
+    def publish_markers(self, rank: int) -> None:
         raise tc.CheckpointError("marker", expected="a disk", found="none")

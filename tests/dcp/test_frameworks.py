@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +14,8 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers import framework_job
 
-ROOT = Path(__file__).parents[2]
 STEPS = 7
 
 
@@ -40,18 +38,14 @@ JOBS = (
     Job(
         "torchtitan", "torchtitan_job", "checkpoint/step-2", frozenset({2, 4}), ("--async-mode", "async")
     ),  # killed while it saves step 4, or after
+    Job("composer", "composer_job", "checkpoints/ep0-ba4"),
+    Job("torchtnt", "torchtnt_job", "epoch_0_train_step_4"),
 )
 
 
 def launch(job: Job, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", f"tests.dcp.{job.module}", str(directory), str(STEPS), *job.options, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
-    )
+    return framework_job.launch(f"tests.dcp.{job.module}", 2, str(directory), str(STEPS), *job.options, *arguments)
 
 
 def outcomes(directory: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the jobs of tests/dcp share, in which a framework trains on two ranks and saves through DCP.
+"""What jobs share in which a framework trains on several ranks, and the tests that start them.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.dcp.FRAMEWORK_job DIRECTORY STEPS [--kill-at STEP] [...]
 """
@@ -6,8 +6,14 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.dcp.FRAMEWORK_job DI
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
+def launch(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Starts a job on so many ranks; returns it when it has ended, with what it has printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
+    command += ["-m", module, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out, err, root = subprocess.PIPE, subprocess.STDOUT, Path(__file__).parents[2]
+    return subprocess.run(
+        command, cwd=root, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
+    )
+
+
 def arguments() -> argparse.Namespace:
     """Returns the arguments of a job."""
     parser = argparse.ArgumentParser()
@@ -24,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("steps", type=int)
     parser.add_argument("--kill-at", type=int, help="the step at whose start each rank kills itself")
     parser.add_argument("--async-mode", default="disabled", help="of torchtitan")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the checkpointer, as JSON")
     return parser.parse_args()
 
 
@@ -54,3 +72,32 @@ def write_outcome(directory: Path, net: nn.Module, losses: dict[int, float], *, 
         "resumed_from": resumed_from,
     }
     torch.save(outcome, directory / f"outcome-{dist.get_rank()}.pt")
+
+
+@contextlib.contextmanager
+def writers_stopped() -> Iterator[list[int]]:
+    """Stops the processes that write for this one, which begins a save in the body."""
+    children: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            children += map(int, (task / "children").read_text().split())
+    assert children, "no process writes for this one"
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield children
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):  # killed in the body
+                os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def killed_in_save() -> Iterator[None]:
+    """Kills the processes that write for this one, and this one, after the body, which begins a save."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once another rank is gone: writers would stay
+    with writers_stopped() as children:
+        yield
+        for pid in (*children, os.getpid()):
+            os.kill(pid, signal.SIGKILL)

@@ -246,7 +246,7 @@ def test_lengths_of_deques_are_lengths(tmp_path: Path, maxlen: int) -> None:
 
 
 @pytest.mark.parametrize("value", [["torch.device", ["meta:9999999999"]], ["torch.device", ["cuda:-7"]],
-    ["torch.device", ["nope"]], ["torch.device", [1, 2, 3, 4]], ["torch.Size", ["x"]],
+    ["torch.device", ["nope"]], ["torch.device", [1, 2, 3, 4]], ["torch.Size", ["x"]], ["torch.TorchVersion", [1, 2]],
     ["torch.dtype", []], ["ZoneInfo", ["\0"]], ["UUID", ["x"]], ["numpy.dtype", ["<U999999999999"]],
     ["range", [1, 2, 0]], ["Decimal", ["sNaN", 3]], ["set", [["Decimal", ["sNaN"]]]]])  # fmt: skip
 def test_values_that_no_class_takes_are_refused(tmp_path: Path, value: Any) -> None:

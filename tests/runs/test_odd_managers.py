@@ -260,7 +260,7 @@ def test_an_interval_that_is_no_number_is_refused(tmp_path: Path, options: dict[
 
 
 def test_a_manager_passes_on_every_option_of_saves_and_loads() -> None:
-    own = {"step", "comm", "custom_metadata", "files", "together", "background"}
+    own = {"step", "comm", "custom_metadata", "files", "together", "background", "base"}
     for function, passed_on in (
         (tc.save, manager_options.SaveKeywords.__optional_keys__),
         (tc.save_async, manager_options.SaveKeywords.__optional_keys__),

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from torch.nn import Buffer, Parameter, UninitializedBuffer, UninitializedParameter
+from torch.torch_version import TorchVersion
 
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.placements import BoxLayout, MeshLayout, held_by, local_shape
@@ -756,13 +757,13 @@ def mark_written(leaves: Sequence[torch.Tensor]) -> None:
 
 
 def encode(value: Any) -> TypedValue | None:
-    """Returns the stored form of a torch.Size, dtype, device, layout or memory format."""
+    """Returns the stored form of a torch.Size, dtype, device, layout, memory format or version."""
     if type(value) is torch.Size:
         return TypedValue("torch.Size", tuple(value))
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return TypedValue(f"torch.{type(value).__name__}", (str(value).removeprefix("torch."),))
-    if isinstance(value, torch.device):
-        return TypedValue("torch.device", (str(value),))
+    if isinstance(value, (torch.device, TorchVersion)):
+        return TypedValue(f"torch.{type(value).__name__}", (str(value),))
     return None
 
 
@@ -775,6 +776,8 @@ def decode(value: TypedValue) -> Any:
         return torch.Size(items)  # pyright: ignore[reportArgumentType]
     if kind == "device":
         return torch.device(*items)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    if kind == "TorchVersion":
+        return TorchVersion(*items)
     classes = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
     found = vars(torch).get(str(items[0]))
     if kind not in classes or not isinstance(found, classes[kind]):

@@ -20,11 +20,23 @@ from typing import TextIO
 import msgspec
 
 from .._report.terminal import fail, print_line
-from .results import BenchError, Machine, Trial, TrialSummary, describe_machine, print_rows, summarize, trials_line
+from .results import (
+    BenchError,
+    FrameworkSummary,
+    Machine,
+    Trial,
+    TrialSummary,
+    describe_machine,
+    print_rows,
+    summarize,
+    trials_line,
+)
 
 __all__ = ["Report", "main"]
 
 NAMES = ("gpt2", "tiny", "one")
+FRAMEWORKS = "frameworks"
+"""The scenario that is measured only if it is named."""
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
@@ -39,6 +51,7 @@ class Report(msgspec.Struct, frozen=True):
     machine: Machine
     trials: Sequence[Trial]
     rows: Sequence[TrialSummary]
+    frameworks: Sequence[FrameworkSummary] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "treeckpt bench", description="Measure saves and loads beside the disk's limits and other libraries."
     )
-    add_options(parser, NAMES)
+    add_options(parser, (*NAMES, FRAMEWORKS))
     options = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
         fail("treeckpt bench compares with torch, which is not installed: pip install 'treeckpt[bench]'")
@@ -121,12 +134,13 @@ def run_in_directory(options: argparse.Namespace, work: Callable[[Path, TextIO],
 
 def _run(options: argparse.Namespace, directory: Path, output: TextIO) -> int:
     from .checkpointers import sync_checkpointers
+    from .frameworks import run_frameworks
     from .measure import run_alone
     from .states import SCENARIOS, BenchTask, shapes_bytes
 
     scale, repetitions = sizes(options)
     chosen = [scenario for scenario in SCENARIOS if not options.only or scenario.name in options.only]
-    check_space(directory, max(shapes_bytes(scenario.shapes(scale)) for scenario in chosen))
+    check_space(directory, max((shapes_bytes(scenario.shapes(scale)) for scenario in chosen), default=0))
     trials: list[Trial] = []
     failed = False
     for scenario in chosen:
@@ -143,10 +157,22 @@ def _run(options: argparse.Namespace, directory: Path, output: TextIO) -> int:
         if own:
             print_rows(scenario.text, summarize(own))
         trials += own
-    rows = summarize(trials)
-    write_report(
-        options.json, Report("treeckpt._bench/4", scale, repetitions, describe_machine(), trials, rows), output
+    measured: list[FrameworkSummary] = []
+    if FRAMEWORKS in (options.only or ()):
+        measured, errors = run_frameworks(directory, scale, repetitions, options.contender or ())
+        for error in errors:
+            fail(f"treeckpt bench: {error}")
+        failed = failed or bool(errors)
+    report = Report(
+        "treeckpt._bench/4",
+        scale,
+        repetitions,
+        describe_machine(),
+        trials,
+        summarize(trials),
+        frameworks=measured,
     )
+    write_report(options.json, report, output)
     return 1 if failed else 0
 
 

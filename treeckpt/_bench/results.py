@@ -46,6 +46,11 @@ PACKAGES = (
     "orbax-checkpoint",
     "jax",
     "torch_checkpointing",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "torchtitan",
+    "ray",
 )
 MIB = 1 << 20
 
@@ -237,3 +242,50 @@ def trials_line(trials: Sequence[Trial], repetitions: int) -> str:
     first = trials[0]
     parts = ", ".join(f"{trial.phase} {trial.seconds:.3f} s" for trial in trials)
     return f"{first.scenario} {first.repetition + 1}/{repetitions} {first.contender}: {parts}"
+
+
+# frameworks -----------------------------------------------------------------------------------------------------------
+
+MAX_BLOCKED, MAX_DURABLE = 0.5, 1.2
+"""Of the framework's own seconds: what treeckpt may take at most."""
+
+
+class FrameworkSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The medians of a framework's saves in seconds: of its own checkpoints, and of treeckpt's."""
+
+    framework: str
+    saves: int
+    own_blocked: float
+    blocked: float
+    own_durable: float
+    durable: float
+
+    @property
+    def state(self) -> str:
+        """Whether both bars are reached."""
+        blocked, durable = self.blocked / self.own_blocked, self.durable / self.own_durable
+        return "ok" if blocked <= MAX_BLOCKED and durable <= MAX_DURABLE else "short"
+
+
+def print_frameworks(rows: Sequence[FrameworkSummary], missing: Sequence[str]) -> None:
+    """Prints a line for each framework, and the names of those that are not installed."""
+    print_line("")
+    print_line("frameworks: seconds of their own checkpoints, of treeckpt's, and the ratio", "bold")
+    columns = ("framework", "blocks, own", "treeckpt", f"<= {MAX_BLOCKED}", "durable, own", "treeckpt ")
+    columns += (f"<= {MAX_DURABLE}", "bars")
+    cells = [
+        (
+            row.framework,
+            f"{row.own_blocked:.3f}",
+            f"{row.blocked:.3f}",
+            f"{row.blocked / row.own_blocked:.2f}x",
+            f"{row.own_durable:.3f}",
+            f"{row.durable:.3f}",
+            f"{row.durable / row.own_durable:.2f}x",
+            row.state,
+        )
+        for row in rows
+    ]
+    print_table(columns, cells, right=columns[1:-1])
+    if missing:
+        print_line(f"not installed: {', '.join(missing)}", "dim")

@@ -207,6 +207,7 @@ def new_parser() -> argparse.ArgumentParser:
     verify.add_verify(commands)
     diff.add_diff(commands)
     verify.add_rebuild_index(commands)
+    verify.add_flatten(commands)
     runs.add_commands(commands)
     convert.add_commands(commands)
     add_dashboard(commands)

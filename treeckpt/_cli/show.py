@@ -248,8 +248,14 @@ def index_summary(index: Index) -> dict[str, Any]:
         "files": len(index.file_list),
         "sidecars": index.sidecars,
         "metadata": index.metadata,
+        **({"shared_nbytes": index.shared_nbytes, "shared_with": _shared_with(index)} if index.shared_names else {}),
         **({"disks": [{"host": disk.host, "ranks": disk.ranks} for disk in index.disks]} if index.disks else {}),
     }
+
+
+def _shared_with(index: Index) -> list[str]:
+    """Returns the directories of the other checkpoints in which shards lie."""
+    return sorted(set(index.shared_names.values()))
 
 
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
@@ -260,6 +266,11 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("ranks", index.world),
         ("leaves", len(index.leaves)),
         ("size", f"{bytes_text(index.nbytes)} in {count_text(len(index.file_list), index.file_kind)}"),
+        *(
+            [("shared", f"{bytes_text(index.shared_nbytes)} with {', '.join(_shared_with(index))}")]
+            if index.shared_names
+            else []
+        ),
         *((f"disk of host {disk.host}", ranks_text(disk.ranks)) for disk in index.disks),
         *((f"file {one.name}", bytes_text(one.nbytes)) for one in index.sidecars),
         *((f"metadata {name}", value_text(value)) for name, value in index.metadata.items()),

@@ -1,4 +1,4 @@
-"""The commands `verify` and `rebuild-index`: compare checkpoints with their checksums, and repair one."""
+"""The commands `verify`, `rebuild-index` and `flatten`: compare checkpoints with their checksums, and repair one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .._inspect.ranking import reason_of
 from .._io.storage.checkpoint import read_index_bytes
 from .._io.storage.open import open_store
 from .._io.storage.store import Store
+from .._loading.flatten import flatten_store
 from .._loading.verify import SHOWN_LEAVES
 from .._report.terminal import print_json, print_line, print_table
 from .._runs import catalog, discovery
@@ -59,6 +60,24 @@ def add_verify(commands: Commands) -> None:
         "--repair", action="store_true", help="of one checkpoint: make again what can be, and say what is lost"
     )
     also.add_argument("--statistics", action="store_true", help=f"of one checkpoint: {_STATISTICS}")
+
+
+def add_flatten(commands: Commands) -> None:
+    """Adds `flatten`."""
+    text = "give a checkpoint files of its own in the place of those that it shares with others of its run"
+    flatten = commands.add("flatten", _flatten, text)
+    flatten.add_argument("checkpoint", metavar="CKPT")
+
+
+def _flatten(options: argparse.Namespace) -> int:
+    made = flatten_store(open_store(options.checkpoint))
+    if options.json:
+        print_json({"checkpoint": options.checkpoint, "files": made})
+    elif made:
+        print_line(f"{options.checkpoint}: {count_text(len(made), 'shard')} copied; it needs no other checkpoint now")
+    else:
+        print_line(f"{options.checkpoint}: shares no files with other checkpoints")
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -118,6 +118,10 @@ class ForeignCheckpoint(Checkpoint):
         self.sums = ArchiveChecksums(alone=alone)
 
     @cached_property
+    def sizes(self) -> dict[str, int]:
+        return self.place.sizes()
+
+    @cached_property
     def contents(self) -> ForeignContents:
         """What the reader of the format returns.
 

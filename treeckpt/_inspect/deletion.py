@@ -39,6 +39,7 @@ from .._core.format.files import (
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
+from .._core.text import bytes_text, count_text
 from ..errors import visible
 from ..policy import Policy, StepInfo, kept, unmeasured, unmeasured_text
 
@@ -62,6 +63,26 @@ class FileInfo(msgspec.Struct, frozen=True):
     """Whether it is a copy of a sidecar file there under its plain name, and is deleted with that."""
 
 
+class NeededFiles(msgspec.Struct, frozen=True):
+    """The files of a directory that other checkpoints of the run share."""
+
+    names: frozenset[str] = frozenset()
+    by: tuple[str, ...] = ()
+    """The names of the directories of these checkpoints, sorted."""
+    unread: tuple[str, ...] = ()
+    """Those whose index could not be read: they may need any of the files."""
+
+    @property
+    def text(self) -> str:
+        """Why files stay."""
+        shown = [*self.by[:3], *([f"{len(self.by) - 3} more"] if len(self.by) > 3 else ())]
+        others = " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+        why = [f"{others} {'share' if len(shown) > 1 else 'shares'} them"] if shown else []
+        if self.unread:
+            why.append(f"{', '.join(self.unread[:3])}, whose index cannot be read, may need them")
+        return "; ".join(why)
+
+
 class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """One directory of a run that is named as a step, as listed; whether it is pinned is read from its files."""
 
@@ -79,6 +100,8 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """Whether its checkpoint is complete over all disks of the run, where it lies on several."""
     elsewhere: str = ""
     """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
+    needed: NeededFiles = NeededFiles()
+    """Its files that other checkpoints of the run share."""
 
 
 class JoinedRun(msgspec.Struct, frozen=True):
@@ -111,14 +134,18 @@ class Removal(msgspec.Struct, frozen=True):
     reason: str
     files: tuple[str, ...]
     """The names, in the order of their deletion. The index of a checkpoint is first; what proves that the save of other
-    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too."""
+    files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Files that
+    other checkpoints share are among them, and stay until these have gone."""
     nbytes: int
+    """Bytes of the files that go."""
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
     """Whether the directory is removed too if it is empty then."""
     force: bool = False
     """Whether a checkpoint goes that is damaged, or has no index that can be read."""
+    shared: tuple[str, ...] = ()
+    """Those of the files that stay, as other checkpoints share them."""
 
 
 class RetainedDirectory(msgspec.Struct, frozen=True):
@@ -304,6 +331,9 @@ class _DirectoryState:
                 self.ours.append((file, owned))
         self.folder = msgspec.structs.replace(folder, pinned=any(owned.kind == "pin" for _, owned in self.ours))
         self.deleted = {owned.save_id for _, owned in self.ours if owned.kind == "deleted"}
+        self.shared = {owned.save_id for _, owned in self.ours if owned.kind == "shared"}
+        self.needed_saves = {owned.save_id for file, owned in self.ours if file.name in folder.needed.names}
+        """The saves of files that other checkpoints share."""
         # A lock of which it is not known whether its process runs counts as held.
         locks = {owned.kind for file, owned in self.ours if owned.kind in _LOCKS and file.alive is not False}
         self.taking, self.repairing = "deleting" in locks, "repairing" in locks
@@ -314,7 +344,7 @@ class _DirectoryState:
         self.index_ns = max((file.modified_ns for file, owned in self.ours if owned.kind == "index"), default=None)
         groups: dict[str | None, list[tuple[FileInfo, CheckpointFile]]] = {}
         for file, owned in self.ours:
-            if owned.kind not in ("lease", "pin", "index", "verdict", "ended", *_LOCKS):
+            if owned.kind not in ("lease", "pin", "index", "verdict", "ended", "shared", *_LOCKS):
                 groups.setdefault(owned.save_id, []).append((file, owned))
         self.dead = {save_id: why for save_id, files in groups.items() if (why := self._death(save_id, files))}
         self.fresh: set[str | None] = set()
@@ -339,6 +369,8 @@ class _DirectoryState:
         records = [(parsed[0], file.alive) for parsed, file in named if parsed is not None]
         if any(alive for _, alive in records) or save_id in self.prepared:
             return ""
+        if save_id in self.shared and save_id != self.folder.save_id:  # it was committed once
+            return "was replaced"
         if any(rank == 0 and alive is False for rank, alive in records):
             return "was killed"
         timings = [file for file, owned in files if owned.kind == "timings"]
@@ -358,7 +390,9 @@ class _DirectoryState:
         stale: list[FileInfo] = []
         for file, owned in self.ours:
             committed = owned.save_id is not None and owned.save_id == self.folder.save_id
-            if owned.kind == "lease":
+            if file.name in self.folder.needed.names or self._is_mark_of_needed(owned):
+                gone = False
+            elif owned.kind == "lease":
                 gone = file not in self.readers
             elif owned.kind in _LOCKS:
                 gone = file.alive is False
@@ -366,7 +400,9 @@ class _DirectoryState:
                 gone = True
             elif (
                 owned.kind in ("pin", "index")
-                or (committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict", "ended"))
+                or (
+                    committed and owned.kind in ("shard", "sidecar", "timings", "damaged", "verdict", "ended", "shared")
+                )
                 or (owned.kind == "damaged" and owned.save_id is None and self.folder.save_id is not None)
             ):
                 gone = False
@@ -381,6 +417,10 @@ class _DirectoryState:
             if gone:
                 stale.append(file)
         return sorted(stale, key=lambda f: (proof_order(f.name), f.name))
+
+    def _is_mark_of_needed(self, owned: CheckpointFile) -> bool:
+        """Whether it says of a save whose files are needed that it is deleted, or that they are shared."""
+        return owned.kind in ("deleted", "shared") and owned.save_id in self.needed_saves
 
     def leftovers(self) -> Removal | RetainedDirectory | None:
         """Decides about the files that are no part of the checkpoint."""
@@ -424,6 +464,8 @@ class _DirectoryState:
             return RetainedDirectory(name, "no index: the timings of a save that failed stay for the grace period")
         if self.prepared:
             return RetainedDirectory(name, f"no index, but {self._prepared_text}")
+        if self.folder.needed.names:
+            return RetainedDirectory(name, f"no checkpoint any more, but {self.folder.needed.text}")
         if rest and self.taking and self.deleted:
             return RetainedDirectory(name, "it is being deleted")
         if rest:
@@ -471,10 +513,19 @@ class _DirectoryState:
         mark = deleted_name(save_id)
         held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
         rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
-        nbytes = sum(file.nbytes for file, _ in self.ours)
+        shared = tuple(name for name in rest if name in folder.needed.names)
+        nbytes = sum(file.nbytes for file, _ in self.ours if file.name not in shared)
         if folder.status == "partial":
             names = tuple(sorted(rest, key=proof_order))
             return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
         reason = "no policy keeps it" + ", on an abandoned branch" * folder.abandoned
+        if shared:
+            reason += (
+                f"; {count_text(len(shared), 'shard')} of {bytes_text(self._nbytes(shared))} stay: {folder.needed.text}"
+            )
         names = (INDEX_NAME, *rest, mark)
-        return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, directory=True, force=force)
+        more = {"directory": True, "force": force, "shared": shared}
+        return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, **more)
+
+    def _nbytes(self, names: Collection[str]) -> int:
+        return sum(file.nbytes for file in self.folder.files if file.name in names)

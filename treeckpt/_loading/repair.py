@@ -25,6 +25,7 @@ from .._core.format.check_index import check_against_files
 from .._core.format.files import damaged_name, parse_file_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
+from .._core.format.references import encode_shared
 from .._core.format.shard_header import (
     BLOCK,
     ShardEntry,
@@ -38,7 +39,14 @@ from .._core.format.shard_header import (
 )
 from .._core.format.timings import timings_name
 from .._io.process import this_process
-from .._io.storage.checkpoint import Checkpoint, read_index, read_timings, rebuild_from_shards, replaced_meanwhile
+from .._io.storage.checkpoint import (
+    Checkpoint,
+    read_index,
+    read_timings,
+    rebuild_from_shards,
+    replaced_meanwhile,
+    with_shared_files,
+)
 from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id, replace_index
 from .._io.storage.memory import aligned_buffer
 from .._io.storage.store import DirectoryEntry, Store, Writer
@@ -53,9 +61,10 @@ def repair_store(store: Store) -> VerifyReport:
     """See `treeckpt.verify`."""
     repairs: list[Repair] = []
     index = _repair_index(store, repairs)
-    check_against_files(index, store.sizes(), store.url)
+    check_against_files(index, with_shared_files(store, index).sizes(), store.url)
     for file in index.file_list:
-        _repair_shard(store, index, file, repairs)
+        if not file.directory:  # of those in other directories the index there knows more
+            _repair_shard(store, index, file, repairs)
     report = verify_checkpoint(Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
         if (before := index_state(store)) is None or legible_save_id(before) != index.save_id:
@@ -181,6 +190,7 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
             versions.append(chosen)
     hashes = (0,) * block_count(file.nbytes)
     manifest = encode_manifest(index) if file.rank == 0 and file.part == 0 else None
+    shared = encode_shared(index.shared_of(file.rank)) if file.part == 0 else ""
     return [
         ShardHeader(
             index.save_id,
@@ -191,6 +201,7 @@ def _headers_of(index: Index, file: File) -> list[ShardHeader]:
             entries=chosen,
             hashes=hashes,
             manifest=manifest,
+            shared=shared,
         )
         for chosen in versions
     ]

@@ -170,7 +170,7 @@ def _take_known(checkpoint: Checkpoint, known: KnownIndex | None) -> None:
     if checkpoint.store.traits.far:  # it takes a round trip to read it again
         checkpoint.index_bytes = known.data
     if checkpoint.index_bytes == known.data:
-        checkpoint.index = known.index
+        checkpoint.take_index(known.index)
 
 
 def _are_replaced(checkpoints: Sequence[Checkpoint], error: Exception) -> bool:

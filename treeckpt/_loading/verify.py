@@ -34,7 +34,15 @@ from .._inspect.numbers import Moments, merged, moments_of, placed
 from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm
 from .._io.os_errors import hint_for, read_failure
-from .._io.storage.checkpoint import Checkpoint, OnShardsRead, read_sidecar, read_timings, rebuild_from_shards
+from .._io.storage.checkpoint import (
+    Checkpoint,
+    OnShardsRead,
+    header_here,
+    read_sidecar,
+    read_timings,
+    rebuild_from_shards,
+    shared_files,
+)
 from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
 from .._io.storage.local_files import too_short
 from .._io.storage.memory import aligned_buffer
@@ -72,7 +80,7 @@ def verify_checkpoint(
     """
     recorder = Recorder(0)
     checkpoint = checkpoint.own()
-    store, index, sizes = checkpoint.store, checkpoint.index, checkpoint.sizes
+    index, sizes, store = checkpoint.index, checkpoint.sizes, checkpoint.store
     checkpoint.check_against_files()
     problems, unread, notes = list[Problem](), list[Problem](), list[str]()
     headers: list[tuple[int, ShardHeader]] = []
@@ -90,7 +98,8 @@ def verify_checkpoint(
         if opened is not None and not bad:
             nbytes += file.nbytes
             try:
-                headers.append((file.header, decode_header(opened.header, f"{store.url}/{file.name}")))
+                header = decode_header(opened.header, f"{store.url}/{file.name}")
+                headers.append((file.header, header_here(index, file, header)))
             except TreeckptError as error:
                 problems.append(Problem(file.name, str(error), 0, file.header))
     if not problems and not unread and not away and (why := _index_difference(checkpoint, headers)):
@@ -100,7 +109,7 @@ def verify_checkpoint(
     notes += _copies_that_differ(checkpoint)
     left: tuple[Leftover, ...] = ()
     try:
-        left = list_leftovers(store, sizes, known=index.save_id)
+        left = list_leftovers(checkpoint.place, checkpoint.place.sizes(), known=index.save_id)
     except (TreeckptError, OSError) as error:
         notes.append(f"Whether dead saves have left files there could not be found out: {error}")
     return VerifyReport(
@@ -138,8 +147,14 @@ def _problem(index: Index, bad: BadBytes) -> Problem:
 def _index_difference(checkpoint: Checkpoint, headers: Sequence[tuple[int, ShardHeader]]) -> str:
     """Returns how the index differs from what the headers of all shards describe; empty if it does not."""
     try:
-        # a shard does not say on which of several disks it lay
-        same = rebuild(headers, checkpoint.url) == msgspec.structs.replace(checkpoint.index, disks=())
+        # a shard does not say on which of several disks it lay, nor what was compared with the save before
+        index, references = checkpoint.index, checkpoint.index.references
+        by_part = {(file.rank, file.part): file for file in index.file_list}
+        if references is not None:
+            references = msgspec.structs.replace(references, stayed=())
+        described = msgspec.structs.replace(index, disks=(), references=references)
+        own = [pair for pair in headers if not by_part[pair[1].rank, pair[1].part].directory]
+        same = rebuild(headers, checkpoint.url, shared=shared_files(own, checkpoint.url)) == described
     except CheckpointError as error:
         return str(error)
     return "" if same else "it is not the index that the shards describe"

@@ -139,6 +139,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """How the run ended after it, if a manager has said so beside it; it counts only if no save began since."""
     disks: tuple[DiskInfo, ...] = ()
     """Of a node-local checkpoint, its disks. It is complete where what is not here belongs on other disks."""
+    shared: dict[str, str] | None = {}
+    """The directory of each of its shards that lies in that of another checkpoint; None where its index is not read."""
     verification: Verification | None = None
     """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
 
@@ -491,7 +493,7 @@ def read_info(
     except StoreError as error:
         if not or_unread or folder.traits.local_path is None:
             raise
-        info = CheckpointInfo(folder.name, folder.place, "unread", error=str(error))
+        info = CheckpointInfo(folder.name, folder.place, "unread", error=str(error), shared=None)
     return with_named_step(info, patterns)
 
 
@@ -518,7 +520,10 @@ def _read_info(
                 disk_nbytes=_disk_nbytes(files),
                 error=str(error),
                 fault="index_damaged" if damaged else "",
+                shared=None,
             )
+        if summary.shared:
+            files |= regular_files(folder.sharing(summary.shared).entries())
         for file, _ in (*summary.sizes, *summary.sidecars):
             # What is there and no regular file is a link: this raises that it is not followed, which is no damage.
             if file not in files and file in entries:
@@ -577,7 +582,8 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         world=summary.world,
         leaves=summary.leaves,
         nbytes=summary.nbytes,
-        disk_nbytes=_disk_nbytes(files),
+        disk_nbytes=_disk_nbytes({name: file for name, file in files.items() if name not in summary.shared}),
+        shared=summary.shared,
         created_ns=summary.created_ns,
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
@@ -654,7 +660,9 @@ def _without_index(folder: Store, files: Files, cache: StatCache) -> CheckpointI
     if "prepared" in kinds:
         text, fault = "no index: whether its save was committed is known on the disks of other hosts", ""
         prepared = prepared_summary(folder, kinds["prepared"])
-    if deleting:
+    if deleting and "shared" in kinds and shards:
+        text, fault = "deleted; the shards that other checkpoints share stay as long as these", ""
+    elif deleting:
         text, fault = "no index: it is being deleted, or that was cut short and gc will finish it", "unfinished"
     # a record is replaced as long as its save lasts: by its time, two saves would change places in a list
     begun = [save.started_ns for save in saving]

@@ -41,6 +41,8 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     """Of a node-local checkpoint, the shards of each disk."""
     hosts: tuple[str, ...] = ()
     """The host of each of these disks, with the ranks that wrote there, as text."""
+    shared: dict[str, str] = {}
+    """The directory of each shard that lies in that of another checkpoint."""
 
     def disks_here(self, files: Container[str]) -> list[int]:
         """Returns the numbers of the disks of which a shard is among these files."""
@@ -91,6 +93,7 @@ def summarize_index(index: Index) -> Summary:
         sidecars=tuple((stored_name(index.save_id, one.name), one.nbytes) for one in index.sidecars),
         disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
         hosts=tuple(f"host {disk.host}, with {ranks_text(disk.ranks)}" for disk in index.disks),
+        shared=index.shared_names,
     )
 
 

@@ -43,7 +43,7 @@ from .._io.storage.kept_files import hold_lease
 from .._io.storage.store import RunStore, Store
 from .._loading.options import LoadKeywords, Policy
 from .._saving.background import save_async_tree
-from .._saving.options import BackgroundOptions, SidecarContent, check_metadata
+from .._saving.options import BackgroundOptions, IncrementalOptions, SidecarContent, check_metadata
 from .._saving.save import save_tree
 from .._saving.session import Pending
 from ..errors import CheckpointNotFound, TreeckptError
@@ -59,6 +59,7 @@ from .options import (
     as_policies,
     as_save_options,
     best_policy,
+    check_full_every,
     is_factory,
     load_options,
     named_metrics,
@@ -108,6 +109,9 @@ class Manager:
         grace: seconds for which files of a save that never finished are kept.
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
         follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
+        incremental: files that have what the checkpoint restored or saved last has, byte for byte, are not written
+            again, see `base` of `treeckpt.save`. Clean-ups keep the files that other steps share, and these alone.
+        full_every: of so many incremental saves one writes everything.
         options: those of `treeckpt.save`. A step that is saved again replaces the earlier one, which stays valid until
             then; `overwrite=False` refuses it. Without either, a warning names the first step that is saved at or below
             one that this manager neither saved nor restored.
@@ -125,6 +129,8 @@ class Manager:
         grace: float = GRACE,
         comm: _api.AnyComm = None,
         follow_links: bool = False,
+        incremental: bool = False,
+        full_every: int | None = None,
         **options: Unpack[SaveKeywords],
     ) -> None:
         others = Manager.__init__.__kwdefaults__ or ()
@@ -157,6 +163,7 @@ class Manager:
         """The names of steps that are links, or that others named; None before the first save."""
         self._end = EndMark(self.directory.store, self._comm.rank)
         self._exit: int | None = None
+        self._full_every = check_full_every(full_every, incremental=incremental)
         self._loop = LoopState()
         self._reached: int | None = None
         self._count = 0
@@ -350,6 +357,9 @@ class Manager:
             options = msgspec.structs.replace(
                 self.options, step=number, custom_metadata=metadata, files=files, lineage=lineage, failures=failures
             )
+            if self._full_every is not None:
+                incremental = IncrementalOptions(source=lineage, full_every=self._full_every or None)
+                options = msgspec.structs.replace(options, incremental=incremental)
             result = save(store, tree, self._saving_comm, options)
         except BaseException:
             unpin()

@@ -173,6 +173,20 @@ def as_save_options(
     return SaveOptions(**{"overwrite": True, **options, "max_shard_bytes": limit, "background": group})
 
 
+def check_full_every(given: int | None, *, incremental: bool) -> int | None:
+    """Returns of how many saves of a manager one is full: 0 for none, None where no save is incremental.
+
+    Raises:
+        TreeckptError: it is no number of saves, or no save is incremental.
+    """
+    if given is None:
+        return 0 if incremental else None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1 or not incremental:
+        expected, found = "a number of saves, 1 or more, beside incremental=True", f"{given!r:.60}"
+        raise TreeckptError("full_every", expected=expected, found=found + "" if incremental else f"{found} alone")
+    return given
+
+
 def named_metrics(metrics: object, custom: Mapping[str, object]) -> dict[str, dict[str, float]]:
     """Returns the metrics of a step as custom metadata: floats by name, under `METRICS`.
 

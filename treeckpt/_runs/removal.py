@@ -4,7 +4,8 @@ It takes these steps: (1) a lock on the index is written, see `_io.storage.delet
 save, and no process reads or writes there, it is taken away and the directory synced: from now on it is no checkpoint;
 (3) readers' leases are checked once more, and a pin, which brings the index back; then the lock goes; (4) the other
 files are deleted, the index that was taken away last (in an object store a mark, which is written with the lock), then
-the directory. The next clean-up finds these files of a deletion that was killed, and ends it.
+the directory. Shards that other checkpoints share stay with that mark until these have gone. The next clean-up finds
+these files of a deletion that was killed, and ends it.
 
 `kept_files` finds readers, `_inspect.deletion` decides what is deleted.
 """
@@ -24,6 +25,7 @@ from .._core.format.index import INDEX_NAME
 from .._inspect.deletion import (
     CleanReport,
     JoinedRun,
+    NeededFiles,
     Removal,
     RetainedDirectory,
     StepDirectory,
@@ -46,6 +48,7 @@ from .._io.storage.deletions import (
     plan_removal,
     remove_leftovers,
     restore_plain_names,
+    spared,
     take_index,
 )
 from .._io.storage.foreign_formats import describe_foreign
@@ -53,6 +56,7 @@ from .._io.storage.kept_files import has_readers
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run, open_store
 from .._io.storage.plain_names import copies_of
+from .._io.storage.shared_files import Sharing, needed_files
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
@@ -76,25 +80,37 @@ class CheckpointRemover:
         self._clock, self._cache, self._failures = clock, cache, failures
 
     def fact(
-        self, info: CheckpointInfo, folder: Store, *, force: bool = False, disks: JoinedRun | None = None
+        self,
+        info: CheckpointInfo,
+        folder: Store,
+        *,
+        force: bool = False,
+        disks: JoinedRun | None = None,
+        sharing: Sharing | None = None,
     ) -> StepDirectory:
-        """Returns the data of a directory by which it is decided what is deleted there."""
+        """Returns the data of a directory by which it is decided what is deleted there.
+
+        Args:
+            sharing: what the directories of the run share, where it is known.
+        """
         assert info.files != "foreign", "it holds no checkpoint"
         save_id = info.save_id if info.files != "partial" else None
         unread, step = info.files == "unread" and not force, step_info(info)
         if disks is not None:
             step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
+        files = () if unread else file_facts(folder, self._clock(), committed=save_id)
         return StepDirectory(
             **msgspec.structs.asdict(step),
             name=info.name,
             status=info.files,
             modified_ns=0 if unread else folder.modified_ns() or 0,
-            files=() if unread else file_facts(folder, self._clock(), committed=save_id),
+            files=files,
             save_id=None if unread else save_id,
             problem=info.error or "",
             path=folder.place,
             whole=disks is None or (info.name, info.save_id or "") in disks.whole,
             elsewhere=info.elsewhere if disks is None else "",
+            needed=NeededFiles() if unread else needed_files(folder, [file.name for file in files], sharing),
         )
 
     def plan(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> Removal:
@@ -141,9 +157,11 @@ class CheckpointRemover:
         try:
             with hold_lock(folder, "deleting"):
                 why = self._take_index(folder, removal, grace, mark)
-            if not why:
                 marks = (removal.files[-1], mark)
-                delete_files(folder, [*removal.files[1:-1], *marks], order=lambda name: name in marks)
+                # under the lock: no save may begin to share files in between
+                names = [] if why else spared(folder, [*removal.files[1:-1], *marks])
+            if not why:
+                delete_files(folder, names, order=lambda name: name in marks)
                 folder.sync()
         finally:
             # of several clean-ups at once, the one that is the last to delete its last file finds no other

@@ -289,9 +289,8 @@ class RunDirectory:
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        facts = [
-            self.remover.fact(with_verification(info, folder, known), folder, disks=disks) for folder, info in infos
-        ]
+        sharing = {info.name: info.shared for _, info in infos}
+        facts = [self.remover.fact(with_verification(i, f, known), f, disks=disks, sharing=sharing) for f, i in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)
         if dry_run:

@@ -47,6 +47,7 @@ from .._core.tree.flatten import flatten
 from .._io.comm import waiting
 from .._io.comm.comm import Comm, PrefixComm
 from .._io.process import HEARTBEAT_TIMEOUT, TERMINATION
+from .._io.storage.store import Store
 from ..errors import RankError, TreeckptError, visible
 from ..policy import Policy, keep_text, parse_keep
 from .run import RunDirectory
@@ -454,6 +455,12 @@ class NextSave:
     """What was restored and saved before."""
     entry: _HistoryEntry
     """The entry of this save."""
+
+    def bases(self) -> Iterator[tuple[Store, str]]:
+        """As `BaseSource`: what was restored or saved last comes first."""
+        for entry in reversed(self.before):
+            if entry.mark is not None:
+                yield self.history.directory.folder(entry.mark.step), entry.mark.save_id
 
     def lineage(self, save_id: str) -> Lineage:
         """Returns the lineage of the save with this id; raises nothing."""

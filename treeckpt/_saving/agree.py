@@ -44,6 +44,7 @@ from .._arrays.registry import PICKLE_ADVICE, in_parts_if_needed
 from .._arrays.stateful import state_tree
 from .._core.format.decoding import decode_msgpack
 from .._core.format.files import Sidecar
+from .._core.format.references import References
 from .._core.planning.rank_trees import (
     SPLIT_ADVICE,
     GlobalTree,
@@ -53,7 +54,7 @@ from .._core.planning.rank_trees import (
     merge_rank_trees,
     piece_key,
 )
-from .._core.planning.save_plan import GlobalPlan, compute_plan, overlapping_pieces
+from .._core.planning.save_plan import GlobalPlan, array_leaves, compute_plan, overlapping_pieces
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region
@@ -66,6 +67,7 @@ from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from ..errors import CheckpointError, MismatchError
+from .incremental import BaseCheckpoint, IncrementalSave, KnownFiles, plan_groups, read_base
 from .options import (
     CommonOptions,
     FailureSink,
@@ -128,6 +130,8 @@ class Decision(msgspec.Struct, array_like=True):
     """The boxes that ranks compare in one more step; without representatives alone, see `MergedTree`."""
     contents_differ: bool = False
     """Whether ranks with equal inventories have different contents: representatives send all digests then."""
+    base: BaseCheckpoint | None = None
+    """The checkpoint that an incremental save follows."""
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -193,6 +197,9 @@ class AgreedSave(msgspec.Struct, frozen=True):
     record: ProgressRecorder | None = None
     """The progress record of the save, on rank 0; it is to be ended with the save."""
     failures: FailureSink | None = None
+    incremental: IncrementalSave | None = None
+    held: contextlib.ExitStack | None = None
+    """What ends with the save: the lease on that checkpoint."""
 
     def abandon(self, error: BaseException) -> None:
         """Tells the other ranks that this one leaves the save because of an error."""
@@ -204,9 +211,11 @@ class AgreedSave(msgspec.Struct, frozen=True):
         if self.failures is not None:
             self.failures.failed(self.info.save_id, self.info.world, self.info.created_ns, error)
 
-    def heartbeats(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def heartbeats(self) -> Iterator[None]:
         """Tells the other ranks, while the body runs, that this one is alive."""
-        return self.round.heartbeats() if self.round is not None else contextlib.nullcontext()
+        with self.held or contextlib.nullcontext(), self.round.heartbeats() if self.round else contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
     def given_up_on_error(self) -> Iterator[None]:
@@ -217,8 +226,18 @@ class AgreedSave(msgspec.Struct, frozen=True):
             self.abandon(error)
             if self.record is not None:
                 self.record.end()
+            if self.held is not None:
+                self.held.close()
             self.report_failure(error)
             raise
+
+    def with_shared(self) -> AgreedSave:
+        """Returns the save with the files that it shares with the checkpoint before; the tree must not change yet."""
+        if self.plan is None or self.incremental is None:
+            return self
+        with self.recorder.span("compare"):
+            shared = self.incremental.find_shared(self.plan, self.sources)
+        return msgspec.structs.replace(self, info=msgspec.structs.replace(self.info, shared=shared))
 
     def looked(self) -> AgreedSave:
         """Returns the save once its look has a result.
@@ -275,6 +294,8 @@ def agree(
             # of a save that is skipped or fails here no writer ends the record
             if agreed is None and agreement.record is not None:
                 agreement.record.end()
+            if agreed is None:
+                agreement.held.close()
 
 
 @dataclasses.dataclass
@@ -304,6 +325,8 @@ class _Agreement:
     replaced: str = ""
     """The id of the save that is overwritten, once the look has a result."""
     values: dict[str, Value] = dataclasses.field(init=False)
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    base: BaseCheckpoint | None = None
 
     def run(self, tree: object) -> AgreedSave | None:
         # 1. Look at the path, and describe this rank's tree
@@ -314,6 +337,9 @@ class _Agreement:
                     # before the tree is described: an object store answers meanwhile
                     if self.comm.rank == 0 and not self.options.plan_only:
                         self._begin_look()
+                        if self.options.incremental is not None:
+                            kept = self.comm.state.get(KnownFiles)
+                            self.base = read_base(self.options.incremental, self.store, kept, self.held)
                     self._describe(tree)
             except Exception as failed:
                 # raised in the step below, by which all ranks learn of it
@@ -330,7 +356,7 @@ class _Agreement:
         """Decides for one rank; raises the error of the steps before."""
         if error is not None:
             raise error
-        self.decision = Decision(self.save_id, self.recorder.created_ns, "")
+        self.decision = Decision(self.save_id, self.recorder.created_ns, "", base=self.base)
         if running := self.previous.running:
             self.decision.skipped = self.options.background.busy == "skip"
             if not self.decision.skipped:
@@ -430,7 +456,8 @@ class _Agreement:
         """Rank 0's reply to the proposals: refuses, skips, or names the ranks that send more."""
         self.proposals = proposals = decode_each(received, RankProposal)
         check_arguments(proposals)
-        decision = self.decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals))
+        decision = Decision(self.save_id, self.recorder.created_ns, plan_key(proposals), base=self.base)
+        self.decision = decision
         if self.options.background.busy == "skip" and any(proposal.running for proposal in proposals.values()):
             decision.skipped = True
             return Conclusion(decision)
@@ -522,14 +549,16 @@ class _Agreement:
         Args:
             merged: as for `_boxes_to_compare`.
         """
-        limit, kept = self.options.max_shard_bytes, self._kept_plan()
-        if kept is not None:
-            # the key covers the inventories, and not the limit
-            if kept.max_shard_bytes == limit:
-                return kept
-            # ranks that have all kept the plan have sent no inventories
-            merged = merged or kept.global_tree
-        plan = compute_plan(self.decision.key, merged or self._replicated_tree(), self.comm.rank, limit)
+        limit, kept, key = self.options.max_shard_bytes, self._kept_plan(), self.decision.key
+        # ranks that have all kept the plan have sent no inventories
+        tree = merged or (kept.global_tree if kept is not None else self._replicated_tree())
+        groups = ()
+        if self.options.incremental is not None:
+            groups = plan_groups(key, tree, kept.arrays if kept is not None else array_leaves(tree), self.decision.base)
+        # the key covers the inventories, and neither the limit nor the groups
+        if kept is not None and (kept.max_shard_bytes, kept.groups) == (limit, groups):
+            return kept
+        plan = compute_plan(key, tree, self.comm.rank, limit, groups)
         self.comm.state.put(plan)
         return plan
 
@@ -553,6 +582,8 @@ class _Agreement:
                 tuple((path, r, value) for r, own in own_values.items() for path, value in own.items()),
                 self.replaced,
                 sidecars=listed,
+                references=self._references(plan),
+                before=self.base.references if self.base is not None else None,
             )
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content
@@ -571,7 +602,18 @@ class _Agreement:
             look=self.look,
             record=self.record,
             failures=self.options.failures,
+            incremental=IncrementalSave(self.store, self.comm, self.decision.base)
+            if self.options.incremental
+            else None,
+            held=self.held,
         )
+
+    def _references(self, plan: GlobalPlan | None) -> References | None:
+        """Returns what an incremental save records before its files are written; None for any other save."""
+        if plan is None or self.options.incremental is None:
+            return None
+        since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
+        return References(plan.key, group=encode_runs(plan.groups), since_full=since_full)
 
 
 # what the coordinator concludes: nothing here waits -------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from .._core.format.timings import BLOCKING
-from .._core.planning.save_plan import GlobalPlan
+from .._core.planning.save_plan import FilePlan, GlobalPlan
 from .._io.comm.comm import Comm, base_of
 from .._io.comm.message_store import answer_limit, answers_within
 from .._io.os_errors import wrap_write_error
@@ -134,6 +134,7 @@ class _BackgroundSave:
         self._open_contexts = open_contexts
         self.blocked_seconds = 0.0
         """The seconds for which the caller was held up."""
+        self.staged_nbytes = 0
         self._address: bytes | None = None
         """The address of the store for the writer process; None to write from this one."""
         self._error: Exception | None = None
@@ -154,9 +155,12 @@ class _BackgroundSave:
         plan, agreed = self._plan, self._agreed
         self._is_staged = True
         try:
-            with agreed.recorder.span("stage", plan.own.nbytes):
-                self._lease = self._session.pool.lease(_arena_nbytes(plan), cuda_pinning())
-                stage(TreeShardSource(plan, agreed.sources), self._lease.arena.memory)
+            agreed = self._agreed = agreed.with_shared()
+            source = TreeShardSource(plan, agreed.sources, agreed.info.shared)
+            self.staged_nbytes = sum(file.nbytes for file in source.files)
+            with agreed.recorder.span("stage", self.staged_nbytes):
+                self._lease = self._session.pool.lease(_arena_nbytes(source.files), cuda_pinning())
+                stage(source, self._lease.arena.memory)
         except Exception as error:
             self._error = wrap_write_error(error, agreed.store.url)
         # else the tree's memory would be held until the save has ended
@@ -205,7 +209,7 @@ class _BackgroundSave:
                     writer.withdraw(error)
                 raise
         return msgspec.structs.replace(
-            save_report(agreed, ended), blocked_seconds=self.blocked_seconds, staged_nbytes=self._plan.own.nbytes
+            save_report(agreed, ended), blocked_seconds=self.blocked_seconds, staged_nbytes=self.staged_nbytes
         )
 
     def _new_writer(self, agreed: AgreedSave, *, here: bool) -> ShardWriter:
@@ -223,7 +227,7 @@ class _BackgroundSave:
                     timeout=agreed.comm.timeout,
                     record=agreed.record,
                 )
-            source = StagedShardSource(plan, self._lease.arena.memory)
+            source = StagedShardSource(agreed.info.to_write(plan), self._lease.arena.memory)
         return InlineWriter(
             agreed.store, agreed.info, plan, agreed.recorder, source, error=self._error, record=agreed.record
         )
@@ -250,8 +254,8 @@ class _BackgroundSave:
             self._lease.release()
 
 
-def _arena_nbytes(plan: GlobalPlan) -> int:
-    return area_offsets([file.nbytes for file in plan.own.files])[1]
+def _arena_nbytes(files: Sequence[FilePlan]) -> int:
+    return area_offsets([file.nbytes for file in files])[1]
 
 
 def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> None:
@@ -266,7 +270,7 @@ def prewarm_tree(tree: object, comm: Comm, writer: WriterKind = "process") -> No
         if agreed.plan is None:
             # a save reports this error to the other ranks; here nothing is saved
             raise agreed.error or AssertionError("a rank without a plan has an error")
-        nbytes = _arena_nbytes(agreed.plan)
+        nbytes = _arena_nbytes(agreed.plan.own.files)
         lease = session.pool.lease(nbytes, cuda_pinning())
         try:
             lease.arena.populate(nbytes)

@@ -44,18 +44,8 @@ from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.plain_names import free_names, give_plain_names, take_plain_names
 from ..errors import CheckpointError, CheckpointExists, RankError
 from .agree import AgreedSave
-from .shard_writer import (
-    CommitResult,
-    InlineWriter,
-    PathLook,
-    ShardWriter,
-    WriteReport,
-    check_files_exist,
-    first_progress,
-    remove_files,
-    remove_replaced,
-    written_names,
-)
+from .committed_files import check_files_exist, remove_files, remove_replaced
+from .shard_writer import CommitResult, InlineWriter, PathLook, ShardWriter, WriteReport, first_progress, written_names
 
 _log = logging.getLogger("treeckpt")
 

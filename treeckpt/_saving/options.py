@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, SupportsIndex, get_args
 
@@ -62,6 +62,31 @@ class FailureSink(Protocol):
     def before_removal(self, folder: Store, names: Collection[str]) -> None:
         """Keeps what these files, which are about to be deleted, show of dead saves."""
         ...
+
+
+class BaseSource(Protocol):
+    """What knows the checkpoint that an incremental save follows, on rank 0."""
+
+    def bases(self) -> Iterable[tuple[Store, str]]:
+        """Yields the directories that may have it and the id of its save there, "" for any; the best one first."""
+        ...
+
+
+class GivenBase(msgspec.Struct, frozen=True):
+    """The checkpoint that a caller of `save` names."""
+
+    store: Store
+
+    def bases(self) -> Iterable[tuple[Store, str]]:
+        return ((self.store, ""),)
+
+
+class IncrementalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a save is incremental."""
+
+    source: BaseSource | None = None
+    full_every: int | None = None
+    """The number of saves of which one takes nothing from others; None for no such rule."""
 
 
 class BackgroundOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +154,7 @@ class CommonOptions(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_shard_bytes: int = UNLIMITED_SHARD
     busy: BusyPolicy = "wait"
     plan_only: bool = False
+    incremental: bool = False
 
 
 class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +175,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What gives a save of a manager its place in the run."""
     failures: FailureSink | None = None
     """What keeps failures of saves in the run of a manager."""
+    incremental: IncrementalOptions | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify_replicas, bool) and self.verify_replicas != "sample":  # pyright: ignore
@@ -169,6 +196,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
             max_shard_bytes=self.max_shard_bytes,
             busy=self.background.busy,
             plan_only=self.plan_only,
+            incremental=self.incremental is not None,
         )
 
 

@@ -43,18 +43,16 @@ from .._threads import ThreadPool
 from ..errors import CheckpointExists, RankError
 from ..reports import SaveReport
 from .agree import AgreedSave, agree
+from .committed_files import PUBLISHED_HINT, UNANSWERED_HINT, remove_files
 from .node_local import commit_on_disks
 from .options import SaveOptions
 from .session import PreviousSave, Session
 from .shard_writer import (
-    PUBLISHED_HINT,
-    UNANSWERED_HINT,
     CommitResult,
     InlineWriter,
     ShardWriter,
     TreeShardSource,
     WriteReport,
-    remove_files,
     shard_names,
     written_names,
 )
@@ -80,9 +78,9 @@ def save_tree(store: Store, tree: object, comm: Comm, options: SaveOptions) -> S
         with agreed.given_up_on_error():
             if agreed.plan is None:  # the error is noted at the path, unless that is refused
                 agreed = agreed.looked()
-            agreed = agreed.with_lineage()
+            agreed = agreed.with_lineage().with_shared()
             plan = agreed.plan
-            source = TreeShardSource(plan, agreed.sources) if plan is not None else None
+            source = TreeShardSource(plan, agreed.sources, agreed.info.shared) if plan is not None else None
             writer = InlineWriter(
                 store,
                 agreed.info,
@@ -116,11 +114,15 @@ def complete(agreed: AgreedSave, writer: ShardWriter, report: WriteReport) -> Co
     # after the removal: as long as a record stands, nobody takes the files for those of a save that has ended
     with contextlib.ExitStack() as opened:
         opened.callback(writer.end)
+        if agreed.incremental is not None and agreed.plan is not None and report.fault is None:
+            report = agreed.incremental.compare(agreed.plan, report)
         report = _write_sidecars(agreed, writer, report)
-        report = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname())
-        ended = _commit(agreed, writer, report, opened)
+        told = msgspec.structs.replace(report, timings=tuple(recorder.spans), host=socket.gethostname(), hashes={})
+        ended = _commit(agreed, writer, told, opened)
         if ended.faults and not ended.in_place:
             remove_files(store, written_names(agreed.info, agreed.plan))
+    if agreed.incremental is not None and agreed.plan is not None:
+        agreed.incremental.keep(agreed.plan, agreed.info.save_id, report, ended)
     if ended.faults:
         in_place = UNANSWERED_HINT if store.traits.far else UNPUBLISHED_HINT if ended.disks else PUBLISHED_HINT
         hint = {"hint": in_place} if ended.in_place else {}
@@ -185,12 +187,14 @@ def save_report(agreed: AgreedSave, ended: CommitResult) -> SaveReport:
     """Returns the report of a save that has succeeded, which the log has too."""
     info, plan = agreed.info, agreed.plan
     assert plan is not None, "a rank without a plan fails its save"
+    shared = sum(file.nbytes for file in info.shared)
     report = SaveReport(
         agreed.store.url,
         info.save_id,
         step=info.options.step,
         world=info.world,
-        nbytes=plan.own.nbytes,
+        nbytes=plan.own.nbytes - shared,
+        shared_nbytes=shared,
         files=tuple(shard_names(info, plan)),
         seconds=agreed.recorder.seconds,
         spans=tuple(agreed.recorder.spans),

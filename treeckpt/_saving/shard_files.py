@@ -120,6 +120,8 @@ class ShardWriting(msgspec.Struct):
     """The buffers to fill."""
     copies: int = 0
     """The largest number of bytes of the copies of one shard that is being sent."""
+    hashes: dict[int, np.ndarray] = {}
+    """The checksums of the blocks of each shard that was written, by its part: uint64[n]."""
 
     def before_first(self) -> None:
         """Waits before the first byte of a shard."""
@@ -218,6 +220,7 @@ def _write_in_place(writing: ShardWriting, file: ShardFile, writer: Writer) -> N
     writing.recorder.add("hash", start, start + data.hash_ns, file.plan.nbytes)
     # aligned, as a write past the page cache needs it
     head = aligned_buffer(len(file.header))
+    writing.hashes[file.plan.part] = np.array(data.hashes, np.uint64)
     head[:] = with_hashes(file.header, data.hashes)
     writer.write(0, head)
     writing.commit(writer)
@@ -460,6 +463,16 @@ class _AreaHasher:
         return self._hashes
 
 
+def area_hashes(file: FilePlan, source: ShardSource, pool: ThreadPool) -> list[int]:
+    """Returns the checksums of the blocks of a data area, which nothing is written of."""
+    hasher = _AreaHasher(file.nbytes, pool)
+    sink = _PieceSink(_CopyBuffers(BUFFER_COUNT * 4, lambda: None), hasher.add)
+    for write in file.writes:
+        append_entry(sink, write, source.pieces(write.leaf))
+    sink.flush()
+    return hasher.finish()
+
+
 def _upload(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:
     upload = _ShardUpload(file.plan, writing)
     try:
@@ -511,6 +524,7 @@ class _ShardUpload:
     def send(self, writer: Writer, header: bytes) -> bool:
         """Sends header and data, and commits; returns whether the data stayed as it was meanwhile."""
         hashes = self._hash()
+        self._writing.hashes[self._plan.part] = np.array(hashes, np.uint64)
         self._writing.before_first()
         self._writer, self._at = writer, 0
         self._write(np.frombuffer(with_hashes(header, hashes), np.uint8))

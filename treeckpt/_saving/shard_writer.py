@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event
@@ -19,35 +19,45 @@ from typing import Protocol
 import msgspec
 
 from .._arrays.base import ArraySource, SourcePiece
-from .._core.format.files import Progress, Sidecar, parse_file_name, stored_name
+from .._core.format.files import Progress, Sidecar, checksum, stored_name
 from .._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index, encode_manifest
 from .._core.format.lineage import Lineage
-from .._core.format.records import Disk, File, FileTable, Index, build_index, file_table
+from .._core.format.records import Disk, FileTable, Index, build_index, file_table
+from .._core.format.references import References, SharedFile, count_stayed, encode_shared, with_homes
 from .._core.format.shard_header import ShardEntry, ShardHeader, block_count, encode_header, shard_name
 from .._core.format.timings import Host, Span, Timings, encode_timings, timings_name
-from .._core.planning.save_plan import FilePlan, GlobalPlan
-from .._core.sharding.int_runs import encode_runs
+from .._core.planning.save_plan import FilePlan, GlobalPlan, files_without
+from .._core.sharding.int_runs import Runs, decode_runs, encode_runs
 from .._core.tree.value_codec import Value
 from .._io.comm.collective import Fault, to_fault
 from .._io.os_errors import FULL, wrap_write_error
 from .._io.process import send_late
 from .._io.storage.checkpoint import read_index
-from .._io.storage.deletions import clear_leftovers, delete_files, restore_index, take_back_index, unlocked_sizes
+from .._io.storage.deletions import (
+    clear_leftovers,
+    mark_shared_files,
+    restore_index,
+    unlocked_sizes,
+)
 from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.plain_names import give_plain_names, take_plain_names
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
-from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError
+from ..errors import CheckpointError, CheckpointExists
+from .committed_files import (
+    check_files_exist,
+    check_still_there,
+    index_may_be_published,
+    remove_files,
+    remove_replaced,
+    with_published_hint,
+)
 from .options import CommonOptions, FailureSink
 from .shard_files import ShardFile, ShardSource, ShardWriting, write_files
 
 FileRow = tuple[int, int, int, int, int]
 """A shard as (rank, part, stream, nbytes, header)."""
-PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; save again"
-"""The hint of an error where publishing failed after its effect."""
-UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
-"""The hint where an object store has not said whether it has published, or will."""
 
 
 class IndexContent(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +73,10 @@ class IndexContent(msgspec.Struct, frozen=True, array_like=True):
     lineage: Lineage | None = None
     """The place of a manager's checkpoint in its run."""
     sidecars: tuple[Sidecar, ...] = ()
+    references: References | None = None
+    """What an incremental save records before its files are written."""
+    before: References | None = None
+    """That of the checkpoint that it follows."""
 
 
 class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -75,11 +89,17 @@ class SaveInfo(msgspec.Struct, frozen=True, array_like=True):
     options: CommonOptions
     content: IndexContent | None = None
     """What the index holds; None on ranks other than 0."""
+    shared: tuple[SharedFile, ...] = ()
+    """The files of this rank's plan that are not written, as another checkpoint of the run has them."""
 
     @property
     def replaces(self) -> bool:
         """Whether a checkpoint is overwritten, as far as rank 0 knows."""
         return self.content is not None and self.content.replaced != ""
+
+    def to_write(self, plan: GlobalPlan) -> list[FilePlan]:
+        """Returns the files of this rank that it writes."""
+        return files_without(plan.own.files, {file.part for file in self.shared})
 
     def replacing(self, save_id: str) -> SaveInfo:
         """Returns the info of a save that overwrites another one; "" for none. On rank 0."""
@@ -95,6 +115,14 @@ class WriteReport(msgspec.Struct, array_like=True):
     timings: tuple[Span, ...] = ()
     host: str = ""
     """The name of the rank's machine."""
+    shared: tuple[SharedFile, ...] = ()
+    """Those of the files that were not written."""
+    changed: Runs = ()
+    """Of an incremental save: the numbers of the arrays that have changed since the checkpoint before."""
+    unknown: Runs = ()
+    """The numbers of those that were not compared."""
+    hashes: dict[int, bytes] = {}
+    """Of an incremental save: the checksums of each shard by its part, for this rank alone; see `ShardWriting`."""
 
 
 class CommitResult(msgspec.Struct, array_like=True):
@@ -107,6 +135,10 @@ class CommitResult(msgspec.Struct, array_like=True):
     """Whether nothing was published, as files of other ranks are not there: they may lie on other disks."""
     disks: tuple[Disk, ...] = ()
     """The disks of a save that is committed on several."""
+    references: References | None = None
+    """Those of the index of an incremental save."""
+    index: str = ""
+    """The checksum of that index."""
 
 
 class DisksToPrepare(Protocol):
@@ -154,6 +186,8 @@ class TreeShardSource(msgspec.Struct, frozen=True):
     plan: GlobalPlan
     sources: Mapping[str, ArraySource]
     """The rank's arrays by path."""
+    shared: tuple[SharedFile, ...] = ()
+    """The files that are not written."""
 
     @property
     def private(self) -> bool:
@@ -161,7 +195,7 @@ class TreeShardSource(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> Sequence[FilePlan]:
-        return self.plan.own.files
+        return files_without(self.plan.own.files, {file.part for file in self.shared})
 
     def pieces(self, leaf: int) -> Sequence[SourcePiece]:
         return self.sources[self.plan.leaf(leaf).path].pieces
@@ -326,7 +360,8 @@ class InlineWriter:
             if self.error is not None:
                 raise self.error
             assert plan is not None and source is not None, "a rank without them has an error"
-            self._begin_record(plan.own.nbytes)
+            planned = info.to_write(plan)
+            self._begin_record(sum(file.nbytes for file in planned))
             assert self._record is not None, "it was just set"
             manifest = None
             if info.rank == 0:  # its first shard keeps what of the index is known, to rebuild a lost one
@@ -334,7 +369,7 @@ class InlineWriter:
                 manifest = encode_manifest(self._index)
             files = [
                 ShardFile(entries, name, encode_header(shard_header(info, plan, file, manifest)))
-                for entries, name, file in zip(source.files, shard_names(info, plan), plan.own.files, strict=True)
+                for entries, name, file in zip(source.files, shard_names(info, plan), planned, strict=True)
             ]
             writing = ShardWriting(
                 self._store,
@@ -350,7 +385,11 @@ class InlineWriter:
             self._record.commit()
             self._written = True
             rows = [(info.rank, file.plan.part, file.plan.stream, file.plan.nbytes, len(file.header)) for file in files]
-            return WriteReport(None, tuple(rows))
+            rows += [(info.rank, file.part, file.stream, file.nbytes, file.header) for file in info.shared]
+            report = WriteReport(None, tuple(rows), shared=info.shared)
+            if info.options.incremental:
+                report.hashes = {part: hashes.tobytes() for part, hashes in writing.hashes.items()}
+            return report
         except Exception as error:
             # only then it is known whether the look at the path refuses the save, which is the error that is raised
             wait([future for future in (self._begun, self._recorded) if future is not None])
@@ -395,12 +434,15 @@ class InlineWriter:
         store, info, plan, recorder = self._store, self._info, self._plan, self.recorder
         faults = [*(report.fault for report in reports.values() if report.fault is not None), *silent]
         publishing = in_place = False
+        index, data = None, b""
         if not faults:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
                 with recorder.span("publish"):
                     disks = self._others.disks if self._others is not None else ()
-                    index = with_files(self._index or index_before_files(info, plan), plan, reports, disks)
+                    bare, before = self._index or index_before_files(info, plan), info.content and info.content.before
+                    index = with_files(bare, plan, reports, disks, before)
+                    mark_shared_files(store, index)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended
@@ -434,6 +476,8 @@ class InlineWriter:
             if info.content is not None and info.replaces:
                 with contextlib.suppress(Exception):
                     remove_replaced(store, info.content.replaced)
+            if index is not None and index.references is not None:
+                return CommitResult((), True, references=index.references, index=checksum(data))
             return CommitResult((), True)
         if self._replaces and not in_place:
             give_plain_names(store)
@@ -453,7 +497,7 @@ class InlineWriter:
             check_files_exist(self._store, index, sizes, self._info.rank)
         except CheckpointError:
             # somebody deletes them, or the path leads to several disks
-            missing = any(file.rank and file.name not in sizes for file in index.file_list)
+            missing = any(file.rank and file.name not in sizes for file in index.own_files)
             self._is_apart = missing and self._others is None and self._store.traits.local_path is not None
             raise
         self._replaces = INDEX_NAME in sizes
@@ -537,7 +581,7 @@ class InlineWriter:
 
 def shard_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
     """Returns the names of the files that this rank writes; a rank without a plan writes none."""
-    files = plan.own.files if plan is not None else ()
+    files = info.to_write(plan) if plan is not None else ()
     return [shard_name(info.save_id, info.rank, info.world, file.part) for file in files]
 
 
@@ -549,23 +593,29 @@ def written_names(info: SaveInfo, plan: GlobalPlan | None) -> list[str]:
 
 def shard_header(info: SaveInfo, plan: GlobalPlan, file: FilePlan, manifest: str | None) -> ShardHeader:
     """Returns the header of a shard, with zeros in the place of the checksums, and the manifest in the first one."""
-    entries: list[ShardEntry] = []
-    for write in file.writes:
-        leaf = plan.leaf(write.leaf)
-        assert leaf.spec is not None, "arrays only are written"
-        # the plan has one path for all ranks; a shard names its own, as it has to explain itself
-        path = leaf.path.replace("~rank*", f"~rank{info.rank}")
-        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
     return ShardHeader(
         info.save_id,
         info.rank,
         world=info.world,
         part=file.part,
         stream=file.stream,
-        entries=tuple(entries),
+        entries=shard_entries(plan, file),
         hashes=(0,) * block_count(file.nbytes),
         manifest=manifest if file.part == 0 else None,
+        shared=encode_shared(info.shared) if info.shared and file.part == 0 else "",
     )
+
+
+def shard_entries(plan: GlobalPlan, file: FilePlan) -> tuple[ShardEntry, ...]:
+    """Returns the entries of a shard of this rank."""
+    entries: list[ShardEntry] = []
+    for write in file.writes:
+        leaf = plan.leaf(write.leaf)
+        assert leaf.spec is not None, "arrays only are written"
+        # the plan has one path for all ranks; a shard names its own, as it has to explain itself
+        path = leaf.path.replace("~rank*", f"~rank{plan.own.rank}")
+        entries.append(ShardEntry(path, leaf.spec.dtype, leaf.spec.shape, write.region, write.start, write.nbytes))
+    return tuple(entries)
 
 
 def index_before_files(info: SaveInfo, plan: GlobalPlan) -> Index:
@@ -583,79 +633,40 @@ def index_before_files(info: SaveInfo, plan: GlobalPlan) -> Index:
         metadata=content.metadata,
         lineage=content.lineage,
     )
-    return msgspec.structs.replace(index, sidecars=content.sidecars)
+    return msgspec.structs.replace(index, sidecars=content.sidecars, references=content.references)
 
 
 def with_files(
-    index: Index, plan: GlobalPlan, reports: Mapping[int, WriteReport], disks: tuple[Disk, ...] = ()
+    index: Index,
+    plan: GlobalPlan,
+    reports: Mapping[int, WriteReport],
+    disks: tuple[Disk, ...] = (),
+    before: References | None = None,
 ) -> Index:
-    """Returns the index of a save that all ranks have written, on several disks if these are given."""
+    """Returns the index of a save that all ranks have written, on several disks if these are given.
+
+    Args:
+        before: the references of the checkpoint that an incremental save follows.
+    """
     _, totals = plan.placement
     for rank, report in reports.items():
         written = sum(row[3] for row in report.files)
         if written != totals[rank]:
             raise AssertionError(f"rank {rank} wrote {written} bytes, the plan says {totals[rank]}")
     rows = [row for report in reports.values() for row in report.files]
-    return msgspec.structs.replace(index, files=file_table(rows), disks=disks)
-
-
-# publishing, and removing --------------------------------------------------------------------------------------------
-
-
-def files_on_disk(index: Index, leader: int) -> Sequence[File]:
-    """Returns the shards on the disk of a leader, which are all where there is one disk."""
-    return next((index.disk_files(disk) for disk in index.disks if disk.leader == leader), index.file_list)
-
-
-def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank: int) -> None:
-    """Checks that no other program has deleted shards or sidecar files, before the index is published.
-
-    An object store is not checked: it has acknowledged each file, and was listed before that.
-
-    Args:
-        rank: this one, a leader where there are several disks: it checks the shards on its own.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
-    if store.traits.conditional:
-        return
-    files = files_on_disk(index, rank)
-    for file in files:
-        if store.traits.in_process and file.name not in sizes:
-            raise CheckpointError(
-                store.url,
-                expected="the shards of all ranks in the memory of one process",
-                found=f"no {file.name} in that of rank 0",
-                hint='Ranks in processes of their own save to a directory or URL, or each alone with comm="alone"',
-            )
-    written = [(file.name, file.header + file.nbytes) for file in files]
-    if rank == 0:  # other leaders write the sidecar files later
-        written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
-    for name, nbytes in written:
-        if sizes.get(name) != nbytes:
-            raise CheckpointError(
-                f"{store.url}/{name}",
-                expected=f"{nbytes} bytes, as written a moment ago",
-                found="no such file" if name not in sizes else f"{sizes[name]}",
-                hint="Something else deletes or changes files there; find out what, and save again",
-            )
-
-
-def check_still_there(store: Store, index: Index) -> None:
-    """Checks, after this process was stopped for minutes, that nobody took the committed save for a dead one.
-
-    Raises:
-        CheckpointError: its files were removed; the index is taken back.
-    """
-    if missing := sorted({file.name for file in files_on_disk(index, 0)} - store.sizes().keys()):
-        take_back_index(store, index.save_id)
-        raise CheckpointError(
-            f"{store.url}/{missing[0]}",
-            expected="the shards of this save",
-            found=f"{len(missing)} of {len(index.file_list)} are gone: a clean-up took the save for a dead one",
-            hint="This process was stopped for minutes, or could not reach the store; save again",
+    references = index.references
+    if references is not None:
+        changed, unknown = (
+            [decode_runs(getattr(r, name)) for r in reports.values()] for name in ("changed", "unknown")
         )
+        stayed = count_stayed(len(plan.arrays), before, changed, unknown)
+        shared = {rank: report.shared for rank, report in reports.items()}
+        references = with_homes(references, sorted((row[0], row[1]) for row in rows), shared)
+        references = msgspec.structs.replace(references, stayed=stayed)
+    return msgspec.structs.replace(index, files=file_table(rows), disks=disks, references=references)
+
+
+# publishing ----------------------------------------------------------------------------------------------------------
 
 
 def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> None:
@@ -692,33 +703,6 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
         ) from error
 
 
-def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:
-    """Whether the index is there, or may be, after publishing failed with an error.
-
-    It can fail after the rename, at the sync. A store can carry a request out after the client has given it up.
-    """
-    if isinstance(error, StoreError) and error.unanswered:
-        return True
-    try:
-        return read_index(store).save_id == save_id
-    except CheckpointNotFound:
-        return False
-    except Exception:
-        # an index that cannot be read may be that of this save, whose files then have to stay
-        return True
-
-
-def with_published_hint(error: Exception) -> Exception:
-    """Returns the same error with the hint that the index is in place all the same, or in an object store may be."""
-    if isinstance(error, StoreError):
-        error.add_hint(UNANSWERED_HINT)
-    if type(error) is not CheckpointError:
-        return error
-    hinted = CheckpointError(error.path, expected=error.expected, found=error.found, hint=PUBLISHED_HINT)
-    hinted.__cause__ = error.__cause__
-    return hinted
-
-
 def encoded_timings(info: SaveInfo, reports: Mapping[int, WriteReport], error: str | None, recorder: Recorder) -> bytes:
     """Returns the timings file: the spans of all ranks, and the error of a save that failed."""
     # those of rank 0 are in its recorder, with what came after its report
@@ -747,17 +731,3 @@ def write_timings(
     name, data = timings_name(info.save_id), encoded_timings(info, reports, error, recorder)
     present = store.read_version(name, limit=len(data))[1] if again and store.traits.conditional else True
     store.publish(name, data, replace=present)
-
-
-def remove_files(store: Store, names: Iterable[str]) -> None:
-    """Deletes files, as `delete_files`; errors are ignored."""
-    with contextlib.suppress(Exception):
-        delete_files(store, names)
-
-
-def remove_replaced(store: Store, save_id: str) -> None:
-    """Deletes the files of a save that was overwritten."""
-    found = [(name, owned) for name in store.sizes() if (owned := parse_file_name(name)) is not None]
-    kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
-    names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
-    remove_files(store, [*names, timings_name(save_id)])

@@ -29,7 +29,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from .._arrays.base import Box, HostArray, HostMemory, SourcePiece
-from .._core.planning.save_plan import FilePlan, GlobalPlan, PlannedEntry
+from .._core.planning.save_plan import FilePlan, PlannedEntry
 from .._core.sharding.region import Region
 from .._io.storage.memory import PAGE_NBYTES, advise_huge_pages, madvise_populate
 from .._threads import ThreadPool, WorkerThreads
@@ -319,11 +319,11 @@ class StagedShardSource:
 
     private = True
 
-    def __init__(self, plan: GlobalPlan, memory: np.ndarray) -> None:
-        sizes = [file.nbytes for file in plan.own.files]
+    def __init__(self, files: Sequence[FilePlan], memory: np.ndarray) -> None:
+        sizes = [file.nbytes for file in files]
         self.files: list[FilePlan] = []
         self._pieces: list[SourcePiece] = []
-        for file, start in zip(plan.own.files, area_offsets(sizes)[0], strict=True):
+        for file, start in zip(files, area_offsets(sizes)[0], strict=True):
             whole = Region((0,), (file.nbytes,))
             write = PlannedEntry(len(self._pieces), whole, 0, file.nbytes)
             self.files.append(FilePlan(file.part, file.stream, file.nbytes, (write,)))

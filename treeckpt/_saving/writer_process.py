@@ -39,16 +39,9 @@ from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.store import Store
 from .._io.timing import Recorder, RecorderSnapshot
 from ..errors import CheckpointError
+from .committed_files import index_may_be_published, remove_files, with_published_hint
 from .process_channel import ProcessChannel, WriterGone
-from .shard_writer import (
-    CommitResult,
-    InlineWriter,
-    SaveInfo,
-    WriteReport,
-    index_may_be_published,
-    remove_files,
-    with_published_hint,
-)
+from .shard_writer import CommitResult, InlineWriter, SaveInfo, WriteReport
 from .staging import Arena, StagedShardSource, map_arena
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -62,6 +55,7 @@ class SetPlan(msgspec.Struct, tag=True, array_like=True):
     key: str
     rank: int
     max_shard_bytes: int
+    groups: tuple[int, ...]
     global_tree: msgspec.Raw
 
 
@@ -152,8 +146,8 @@ class WriterProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ProcessChannel | None = None
-        self._plan = ("", 0)
-        """The key and shard limit of the plan that the process has."""
+        self._plan: tuple[str, int, tuple[int, ...]] = ("", 0, ())
+        """The key, shard limit and groups of the plan that the process has."""
         self._arenas: set[int] = set()
         """The numbers of the arenas that it has."""
 
@@ -191,7 +185,7 @@ class WriterProcess:
             )
             opened.pop_all()
         self._process, self._channel = process, ProcessChannel(ours)
-        self._plan, self._arenas = ("", 0), set()
+        self._plan, self._arenas = ("", 0, ()), set()
 
     def send(self, request: Request, fds: Sequence[int] = (), *, timeout: float = _REQUEST_TIMEOUT) -> None:
         """Sends a request.
@@ -219,10 +213,10 @@ class WriterProcess:
 
     def prepare(self, plan: GlobalPlan, arena: Arena, *, timeout: float) -> None:
         """Sends the plan and the arena, if the process does not have them; raises as `send`."""
-        key = (plan.key, plan.max_shard_bytes)
+        key = (plan.key, plan.max_shard_bytes, plan.groups)
         if key != self._plan:
             global_tree = msgspec.Raw(_encode(plan.global_tree))
-            self.send(SetPlan(plan.key, plan.own.rank, plan.max_shard_bytes, global_tree), timeout=timeout)
+            self.send(SetPlan(plan.key, plan.own.rank, *key[1:], global_tree), timeout=timeout)
             self._plan = key
         if arena.number not in self._arenas:
             self.send(AttachArena(arena.number, arena.nbytes), [arena.fd], timeout=timeout)
@@ -428,7 +422,8 @@ class WriterServer:
             if isinstance(request, SetPlan):
                 self._plan = None  # an old plan would write other files
                 global_tree = _decode(request.global_tree, type=GlobalTree)
-                self._plan = compute_plan(request.key, global_tree, request.rank, request.max_shard_bytes)
+                limits = (request.max_shard_bytes, request.groups)
+                self._plan = compute_plan(request.key, global_tree, request.rank, *limits)
             elif isinstance(request, AttachArena):
                 self._arenas[request.arena] = map_arena(fds[0], request.nbytes)
             else:
@@ -449,7 +444,7 @@ class WriterServer:
                 raise error
             plan = self._plan
             assert plan is not None, "the plan is sent before the save"
-            source = StagedShardSource(plan, self._arenas[request.arena])
+            source = StagedShardSource(info.to_write(plan), self._arenas[request.arena])
             store = _StoreUnpickler(BytesIO(request.address)).load()
         except Exception as failed:
             return Answer(_encode(WriteReport(to_fault(failed, info.rank))), (), _trace(failed))

@@ -18,9 +18,9 @@ with needs_torch(__name__):
     import torch.distributed.checkpoint as _torch_dcp
 
     from ._calls import async_save, load, save
+    from ._install import install, uninstall
     from ._storage import DcpReader as Reader
     from ._storage import DcpWriter as Writer
-    from ._storage import install, uninstall
 
 __all__ = ["Reader", "Writer", "async_save", "install", "load", "save", "uninstall"]
 publish(__name__, __all__, globals())

@@ -49,7 +49,16 @@ from .._saving.session import Pending
 from .._threads import call_in_thread
 from ..errors import CheckpointExists, CheckpointNotFound, MismatchError, RankError, TreeckptError, visible
 from ._names import Entry, Place, entries_of, fill_tensors, load_values, places_in
-from ._storage import FILE_SYSTEM_READER, FILE_SYSTEM_WRITER, DcpReader, DcpWriter, SavedMetadata
+from ._storage import (
+    FILE_SYSTEM_READER,
+    FILE_SYSTEM_WRITER,
+    FSSPEC_READER,
+    FSSPEC_WRITER,
+    DcpReader,
+    DcpWriter,
+    SavedMetadata,
+    reader_of_dcp,
+)
 
 # without their events: the calls of this module have logged their own
 save_through_dcp: Callable[..., Metadata] = vars(save_of_dcp)["__wrapped__"]
@@ -79,9 +88,9 @@ def storage_for(given: Any, checkpoint_id: Any, *, reading: bool) -> Any:
     if checkpoint_id is not None:
         given.reset(checkpoint_id)
     # of these very classes: a subclass may store in its own way
-    if type(given) is FILE_SYSTEM_READER:
+    if type(given) in (FILE_SYSTEM_READER, FSSPEC_READER):
         return DcpReader(given.path)
-    if type(given) is FILE_SYSTEM_WRITER and not given.transforms.extensions:
+    if type(given) in (FILE_SYSTEM_WRITER, FSSPEC_WRITER) and not given.transforms.extensions:
         return DcpWriter(given.path, overwrite=given.overwrite)
     return given
 
@@ -234,8 +243,7 @@ def save(
             allow_pickle=storage.allow_pickle,
         )
         storage.save_id = report.save_id
-        if comm.rank == 0:
-            storage.publish_marker()
+        storage.publish_markers(comm.rank)
     return SavedMetadata(storage.path)
 
 
@@ -343,8 +351,7 @@ def _finish(
     """Gives the future of a background save that has ended its result, after its event is logged."""
     try:
         pending.result()
-        if rank == 0:
-            storage.publish_marker()
+        storage.publish_markers(rank)
     except Exception as error:
         failed = exception_of("save", error, rank)
         event.end(failed)
@@ -486,7 +493,7 @@ def load(
     """
     storage = storage_for(storage_reader, checkpoint_id, reading=True)
     if isinstance(storage, DcpReader) and storage.is_of_dcp():
-        storage = FILE_SYSTEM_READER(storage.path)
+        storage = reader_of_dcp(storage.path)
     if not isinstance(storage, DcpReader) or not is_default_planner(planner):
         load_through_dcp(
             state_dict, storage_reader=storage, planner=planner, process_group=process_group, no_dist=no_dist

@@ -1,7 +1,6 @@
-"""DCP's storage interfaces on treeckpt's format, for programs that take a storage: `Writer`, `Reader` and `install`.
+"""DCP's storage interfaces on treeckpt's format, for programs that take a storage: `Writer` and `Reader`.
 
 DCP's planner says which rank writes what, and what is wanted; `metadata_of` gives the `Metadata` that DCP plans by.
-`install` puts both classes in the place of DCP's own.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
-import sys
 import uuid
 from collections.abc import Mapping
 from functools import cached_property
-from types import ModuleType
 from typing import Any, ClassVar
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import _fsspec_filesystem, filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -48,15 +45,17 @@ from .._io.comm.collective import all_gather
 from .._io.comm.comm import Comm, PrefixComm, as_comm, comm_of_ranks
 from .._io.storage.checkpoint import Checkpoint
 from .._io.storage.foreign_formats import DCP_METADATA
+from .._io.storage.local_store import is_url
 from .._io.storage.open import open_store
 from .._loading.run_load import on_one_version
 from ..errors import CheckpointExists, CheckpointNotFound, TreeckptError
 from ._names import DcpPath, Entry, entries_of, fill_tensors, load_values
 
 FILE_SYSTEM_WRITER, FILE_SYSTEM_READER = filesystem.FileSystemWriter, filesystem.FileSystemReader
+FSSPEC_WRITER, FSSPEC_READER = _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader
 """The classes of DCP itself, also after `install`."""
 _WRITER_ARGUMENTS, _READER_ARGUMENTS = map(inspect.signature, (FILE_SYSTEM_WRITER, FILE_SYSTEM_READER))
-MARKER = b"A checkpoint of treeckpt: see index.json. This file is for programs that look for DCP's metadata.\n"
+MARKER = b"A checkpoint of treeckpt: see index.json. This file is for programs that look for DCP's files.\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +82,12 @@ class ListedEntry(msgspec.Struct, frozen=True):
 
 
 class _PathStorage:
-    """What both storages say of the path that they have."""
+    """What both storages say of the path that they have.
 
+    It stands after DCP's base class, whose layout of objects theirs has: so `install` can make one the base of another.
+    """
+
+    __slots__ = ()
     path: Any
 
     @property
@@ -97,17 +100,16 @@ class _PathStorage:
         """The path."""
         return self.path
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a path or URL that treeckpt knows."""
-        try:
-            open_store(checkpoint_id)
-        except TreeckptError:
-            return False
-        return True
+
+def _is_known(checkpoint_id: Any) -> bool:
+    try:
+        open_store(checkpoint_id)
+    except TreeckptError:
+        return False
+    return True
 
 
-class DcpWriter(_PathStorage, StorageWriter):
+class DcpWriter(StorageWriter, _PathStorage):
     """Saves through DCP's planner in treeckpt's format.
 
         torch.distributed.checkpoint.save(state_dict, storage_writer=treeckpt.dcp.Writer("run/step_00000100"))
@@ -122,7 +124,8 @@ class DcpWriter(_PathStorage, StorageWriter):
         path: a path or URL, as for `treeckpt.save`.
         options, named: those of `FileSystemWriter`, in its order; of these only `overwrite` has an effect.
             By default a checkpoint at the path is replaced; it stays valid until the new one is committed.
-        marker: writes a file `.metadata` after the index, for programs that look for one; by default as `install` says.
+        marker: writes `.metadata` after the index, and `__<rank>_0.distcp` on each rank, for programs that look for
+            these names; by default as `install` says.
         allow_pickle: stores values of unknown kinds as pickles; others are refused.
 
     Raises:
@@ -147,6 +150,11 @@ class DcpWriter(_PathStorage, StorageWriter):
         self.path, self.overwrite, self.allow_pickle = path, given.get("overwrite", True), allow_pickle
         self.marker = self.marker_by_default if marker is None else marker
         self.save_id = ""  # of the last save, once it is there
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it is a path or URL that treeckpt knows."""
+        return _is_known(checkpoint_id)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Takes another path, if one is given."""
@@ -199,21 +207,26 @@ class DcpWriter(_PathStorage, StorageWriter):
         tree = PlannedTree(plan, planner, _listed_by_all(plan, comm, self.url), comm.rank)
         report = _api.save(self.path, tree, comm=comm, overwrite=self.overwrite, allow_pickle=self.allow_pickle)
         self.save_id = report.save_id
+        self.publish_markers(comm.rank)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when the checkpoint is committed: writes the marker."""
+        """On the coordinator, when the checkpoint is committed: completes the metadata that the save returns."""
         metadata.storage_data, metadata.storage_meta = {}, self.storage_meta()
-        self.publish_marker()
 
-    def publish_marker(self) -> None:
-        """Writes the marker if it is asked for; else removes one, or DCP's metadata, that the checkpoint replaces."""
+    def publish_markers(self, rank: int) -> None:
+        """Writes a rank's markers of a committed checkpoint, if they are asked for.
+
+        Else rank 0 removes `.metadata`: a marker, or that of a checkpoint of DCP which this one replaces.
+        """
         store = open_store(self.path)
         if self.marker:
+            store.publish(f"__{rank}_0.distcp", MARKER, replace=True)
+        if rank == 0 and self.marker:
             store.publish(DCP_METADATA, MARKER, replace=True)
-        else:
+        elif rank == 0:
             store.delete(DCP_METADATA)
 
 
@@ -367,7 +380,13 @@ class SavedMetadata(dcp.Metadata):
 _FIELDS = frozenset(dcp.Metadata.__dataclass_fields__)
 
 
-class DcpReader(_PathStorage, StorageReader):
+def reader_of_dcp(path: Any, *options: Any, **named: Any) -> filesystem.FileSystemReader:
+    """Returns DCP's own reader of a directory or URL."""
+    of_fsspec = isinstance(path, str) and is_url(path)
+    return (FSSPEC_READER if of_fsspec else FILE_SYSTEM_READER)(path, *options, **named)
+
+
+class DcpReader(StorageReader, _PathStorage):
     """Loads through DCP's planner from treeckpt's format, and from directories that DCP has written.
 
         torch.distributed.checkpoint.load(state_dict, storage_reader=treeckpt.dcp.Reader("run/step_00000100"))
@@ -404,6 +423,11 @@ class DcpReader(_PathStorage, StorageReader):
             return False
         return DCP_METADATA in names and INDEX_NAME not in names
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether it is a path or URL that treeckpt knows."""
+        return _is_known(checkpoint_id)
+
     def reset(self, checkpoint_id: Any = None) -> None:
         """Takes another path, if one is given."""
         if checkpoint_id:
@@ -417,13 +441,14 @@ class DcpReader(_PathStorage, StorageReader):
             CheckpointNotFound, CorruptError, FormatError: the state of the files.
         """
         if self.is_of_dcp():
-            self._dcp = FILE_SYSTEM_READER(self.path, *self._options, **self._named)
+            self._dcp = reader_of_dcp(self.path, *self._options, **self._named)
             return self._dcp.read_metadata(*args, **kwargs)
 
         return on_one_version(self.path, lambda checkpoint: metadata_of(checkpoint.index, self.path, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Passes the metadata on to DCP's reader, where that reads."""
+        self.storage_data = metadata.storage_data or _FilesOfEntries()
         if self._dcp is not None:
             self._dcp.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
@@ -471,6 +496,13 @@ class DcpReader(_PathStorage, StorageReader):
             _give_value(planner, values[name], value)
 
 
+class _FilesOfEntries(dict[dcp.MetadataIndex, Any]):
+    """The index as the file of every entry, for classes derived from DCP's reader that check files before they read."""
+
+    def __missing__(self, key: dcp.MetadataIndex) -> Any:
+        return filesystem._StorageInfo(INDEX_NAME, 0, 0)  # pyright: ignore[reportPrivateUsage]
+
+
 def _joined_targets(entry: Entry, pieces: list[tuple[ReadItem, torch.Tensor]]) -> Any:
     """Returns the leaf that the planner's tensors for one entry form."""
     spec, (_, first) = entry.leaf.spec, pieces[0]
@@ -496,50 +528,3 @@ def _give_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
         set_element(planner.original_state_dict, planner.mappings[name], value)
     else:
         planner.state_dict[name] = value
-
-
-_SWAPPED: dict[str, tuple[Any, Any]] = {
-    "FileSystemWriter": (FILE_SYSTEM_WRITER, DcpWriter),
-    "FileSystemReader": (FILE_SYSTEM_READER, DcpReader),
-}
-
-
-def install(*, marker: bool = False) -> None:
-    """Has DCP, and the modules that are imported so far, save and load with treeckpt where they name no other storage.
-
-    `torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)` then writes treeckpt's format; directories that
-    DCP has written still load. Call it after the imports of the program, in every process that saves or loads.
-
-    >>> tc.dcp.install()
-    >>> torch.distributed.checkpoint.FileSystemWriter is tc.dcp.Writer
-    True
-    >>> tc.dcp.uninstall()
-
-    Args:
-        marker: writes a file `.metadata` into each checkpoint, for programs that look for one.
-    """
-    DcpWriter.marker_by_default = marker
-    for name, (old, new) in _SWAPPED.items():
-        _replace(name, old, new)
-
-
-def uninstall() -> None:
-    """Takes back what `install` did.
-
-    >>> tc.dcp.uninstall()
-    """
-    DcpWriter.marker_by_default = False
-    for name, (old, new) in _SWAPPED.items():
-        _replace(name, new, old)
-
-
-def _replace(name: str, old: Any, new: Any) -> None:
-    """Replaces a class in each imported module that has it under its name."""
-    for module in list(sys.modules.values()):
-        if (
-            isinstance(module, ModuleType)
-            and vars(module).get(name) is old
-            # the modules of this package go on naming DCP's classes
-            and not module.__name__.startswith(__package__ or "")
-        ):
-            setattr(module, name, new)

@@ -1,4 +1,9 @@
-"""Other libraries' objects in terms of treeckpt's public names; each module needs its library, and only when called.
+"""Frameworks on treeckpt: a module for each, which imports its framework; importing this package imports none.
 
-`transformers`: load rules between the names of a model's module and those of its checkpoints on the hub.
+`transformers`: a Trainer, and load rules between the names of a model's module and those of its checkpoints on the hub.
+`peft`: adapters without their base, and the files that PEFT loads.
+`lightning`: a plugin and strategies for `Trainer` and `Fabric`.
+`accelerate`: an `Accelerator`.
+`ray`: saves and restores in the workers of Ray Train.
+`torchtitan`: a checkpoint manager for its `Trainer`.
 """

@@ -11,6 +11,7 @@
     deleting.<id>.json, repairing.<id>.json      a process is about to take away or replace the index
     damage.<save id>.json                        what a verification found wrong with the save; removed when it is whole
     ended.<save id>.json                         the run ended after this save, see `_runs.run_end`
+    shared.<save id>.json                        other checkpoints of the run may name shards of the save
     lease.<id>.json                              a process is reading; renewed until it ends
     pinned.json                                  retention does not delete the checkpoint
     <one of these>.<id>.damaged                  a file that a repair has replaced
@@ -62,6 +63,7 @@ FileKind = Literal[
     "repairing",
     "verdict",
     "ended",
+    "shared",
     "lease",
     "pin",
     "damaged",
@@ -76,6 +78,7 @@ _TEMPORARY = re.compile(r"\.(.+?)(?:\.([0-9a-f]{8})[0-9a-f]{8})?\.tmp")
 _DAMAGED = re.compile(r"(.+)\.[0-9a-f]{16}\.damaged")
 _VERDICT = re.compile(r"damage\.([0-9a-f]{16})\.json")
 _ENDED = re.compile(r"ended\.([0-9a-f]{16})\.json")
+_SHARED = re.compile(r"shared\.([0-9a-f]{16})\.json")
 _PROCESS_KINDS: dict[str, FileKind] = {"lease": "lease", "deleting": "deleting", "repairing": "repairing"}
 MAX_STEP = 10**18 - 1
 MAX_STEP_DIGITS = 18
@@ -114,6 +117,8 @@ def parse_file_name(name: str) -> CheckpointFile | None:
         return CheckpointFile("verdict", match[1])
     if (match := _ENDED.fullmatch(name)) is not None:
         return CheckpointFile("ended", match[1])
+    if (match := _SHARED.fullmatch(name)) is not None:
+        return CheckpointFile("shared", match[1])
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         inner = parse_file_name(match[1])
         return CheckpointFile("temporary", inner.save_id) if inner is not None and inner.kind != "temporary" else None
@@ -171,6 +176,11 @@ def verdict_name(save_id: str) -> str:
 def ended_name(save_id: str) -> str:
     """Returns the name of the file that says that the run has ended after a save."""
     return f"ended.{save_id}.json"
+
+
+def shared_mark_name(save_id: str) -> str:
+    """Returns the name of the file that says that other checkpoints may name shards of a save."""
+    return f"shared.{save_id}.json"
 
 
 def damaged_name(name: str, repair_id: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,9 +53,12 @@ from .records import (
     encode_chunks,
     file_table,
 )
+from .references import SharedFile, with_homes
 from .shard_header import MAX_NBYTES, ShardHeader, check_seal, sealed
 
 VERSION = 1
+SHARING_VERSION = 2
+"""The version of an index that names files in the directories of other checkpoints."""
 INDEX_NAME = "index.json"
 MAX_INDEX = 1 << 30
 MAX_PLAIN_NBYTES = 256 << 10
@@ -81,7 +84,8 @@ def encode_index(index: Index) -> bytes:
     packed = pack(index) if len(body) > MAX_PLAIN_NBYTES else None
     if packed is not None and len(packed) < len(body):
         body = packed
-    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", VERSION, msgspec.Raw(body))))
+    version = SHARING_VERSION if index.references is not None else VERSION
+    return sealed(msgspec.json.encode(_IndexDocument(_ZEROS, "treeckpt", version, msgspec.Raw(body))))
 
 
 def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
@@ -101,14 +105,17 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         raise _too_deep(name) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(name, expected="a treeckpt index", found=f"{error}"[:200]) from error
-    if document.format != "treeckpt" or document.version != VERSION:
+    if document.format != "treeckpt" or document.version not in (VERSION, SHARING_VERSION):
         raise FormatError(
             name,
-            expected=f"treeckpt index version {VERSION}",
+            expected=f"treeckpt index version {VERSION} or {SHARING_VERSION}",
             found=f"{document.format} version {document.version}"[:80],
             hint="Load it with the version of treeckpt that wrote it, or a newer one",
         )
-    return _decode_body(bytes(document.index), name)
+    index = _decode_body(bytes(document.index), name)
+    if (index.references is not None) != (document.version == SHARING_VERSION):
+        raise FormatError(name, expected=f"the version of such an index, {VERSION}", found=f"{document.version}")
+    return index
 
 
 def _decode_body(body: bytes, name: str, *, manifest: bool = False) -> Index:
@@ -134,9 +141,14 @@ def _too_deep(name: str) -> FormatError:
 
 
 def encode_manifest(index: Index) -> str:
-    """Encodes the manifest, which the coordinator's shard holds: the index without chunks, files and disks."""
+    """Encodes the manifest, which the coordinator's shard holds: the index without chunks, files and disks.
+
+    Of references it has what is known before all ranks have written.
+    """
     bare = tuple([_without_chunks(record) for record in index.leaves])
-    return msgspec.json.encode(msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=())).decode()
+    references = index.references and index.references.before_files
+    bare_index = msgspec.structs.replace(index, leaves=bare, files=FileTable(), disks=(), references=references)
+    return msgspec.json.encode(bare_index).decode()
 
 
 def _without_chunks(record: LeafRecord) -> LeafRecord:
@@ -145,11 +157,18 @@ def _without_chunks(record: LeafRecord) -> LeafRecord:
     return msgspec.structs.replace(record, start=()) if isinstance(record, PerRankArrays) else record
 
 
-def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) -> Index:
+def rebuild(
+    headers: Sequence[tuple[int, ShardHeader]],
+    name: str = INDEX_NAME,
+    *,
+    shared: Mapping[int, Sequence[SharedFile]] = {},
+) -> Index:
     """Rebuilds the index that the save of these shards published, or would have published.
 
     Args:
-        headers: (bytes of the header, the decoded header) of every shard.
+        headers: (bytes of the header, the decoded header) of every shard; of one in the directory of another checkpoint
+            with the save id, the part and the stream that it has here.
+        shared: those in the directories of other checkpoints, by rank.
 
     Raises:
         CorruptError: a shard is missing, such as the one with the manifest, or belongs to another save.
@@ -187,7 +206,10 @@ def rebuild(headers: Sequence[tuple[int, ShardHeader]], name: str = INDEX_NAME) 
             entries.setdefault(entry.path, []).append(chunk)
     leaves = tuple(_rebuild_record(leaf, entries) for leaf in index.entries)
     files = file_table((h.rank, h.part, h.stream, h.nbytes, size) for size, h in headers)
-    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files)
+    references = index.references
+    if references is not None:
+        references = with_homes(references, sorted((h.rank, h.part) for _, h in headers), shared)
+    rebuilt = msgspec.structs.replace(index, leaves=leaves, files=files, references=references)
     check_index(rebuilt, name)
     return rebuilt
 

@@ -35,7 +35,8 @@ from ..tree.structure import Structure, paths_of, tables_of
 from ..tree.value_codec import Value, decode_value
 from .files import Sidecar
 from .lineage import Lineage
-from .shard_header import shard_name
+from .references import Home, References, SharedFile
+from .shard_header import parse_shard_name, shard_name
 
 
 class WholeChunk(msgspec.Struct, frozen=True, tag="w", array_like=True, gc=False):
@@ -281,6 +282,8 @@ class File(msgspec.Struct, frozen=True):
     stream: int
     nbytes: int
     header: int
+    directory: str = ""
+    """The directory of the run in which it lies, where that is not the checkpoint's own; see `references`."""
 
 
 class Disk(msgspec.Struct, frozen=True, array_like=True):
@@ -370,6 +373,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         sidecars: files that were saved with it; `treeckpt.read_file` reads one.
         disks: of a node-local checkpoint, whose shards lie at one path on the private disks of several hosts: the disks
             in the order of their lowest ranks. Each has the same index and all sidecar files. Empty for any other.
+        references: of an incremental save: which of the shards lie in the directories of other checkpoints of the run.
     """
 
     save_id: str
@@ -385,6 +389,7 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     lineage: Lineage | None = None
     sidecars: tuple[Sidecar, ...] = ()
     disks: tuple[Disk, ...] = ()
+    references: References | None = None
 
     @property
     def file_kind(self) -> str:
@@ -452,10 +457,43 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
     def file_list(self) -> tuple[File, ...]:
         """Every shard, by rank and part."""
         columns = [decode_runs(c).tolist() for c in msgspec.structs.astuple(self.files)]
+        own, parts = self.save_id, columns[1]
+        places = [(None, part) for part in parts] if self.references is None else self.references.places(parts)
         return tuple(
-            File(shard_name(self.save_id, rank, self.world, part), rank, part, stream, nbytes, header)
-            for rank, part, stream, nbytes, header in zip(*columns, strict=True)
+            File(
+                shard_name(home.save_id if home else own, rank, self.world, there),
+                rank,
+                *row,
+                directory=home.directory if home else "",
+            )
+            for (home, there), (rank, *row) in zip(places, zip(*columns, strict=True), strict=True)
         )
+
+    @property
+    def own_files(self) -> list[File]:
+        """The shards in the checkpoint's own directory."""
+        return [file for file in self.file_list if not file.directory]
+
+    @cached_property
+    def shared_names(self) -> dict[str, str]:
+        """The directory of each shard that lies in that of another checkpoint of the run, by the shard's name."""
+        if self.references is None or not self.references.homes:
+            return {}
+        return {file.name: file.directory for file in self.file_list if file.directory}
+
+    def shared_of(self, rank: int) -> list[SharedFile]:
+        """Returns the shards of a rank that lie in the directories of other checkpoints, in the order of its stream."""
+        found: list[SharedFile] = []
+        for file in self.files_of(rank) if self.shared_names else ():
+            if file.directory and (named := parse_shard_name(file.name)) is not None:
+                home = Home(file.directory, named[0])
+                found.append(SharedFile(home, named[3], file.part, file.stream, file.nbytes, file.header))
+        return found
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the arrays that lie in the directories of other checkpoints of the run."""
+        return sum(file.nbytes for file in self.file_list if file.directory) if self.shared_names else 0
 
     @cached_property
     def file_names(self) -> dict[str, File]:

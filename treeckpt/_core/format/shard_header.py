@@ -27,6 +27,8 @@ from ..sharding.dtypes import DTYPES, dtype_of
 from ..sharding.region import MAX_NDIM, Region
 
 VERSION = 1
+SHARING_VERSION = 2
+"""The version of the header of a shard that lists files in other directories."""
 BLOCK = 256 << 10
 """Bytes of the data area under one checksum."""
 DATA_ALIGNMENT = 4096
@@ -73,6 +75,8 @@ class ShardHeader(msgspec.Struct, frozen=True):
     block: int = BLOCK
     manifest: str | None = None
     """In the coordinator's shard: the index without chunks and files, as JSON."""
+    shared: str = ""
+    """In the first shard of a rank: its files in the directories of other checkpoints, as JSON, see `references`."""
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +105,7 @@ class _ShardMetadata(_FrontMetadata, forbid_unknown_fields=True):
     partial: str
     dtypes: str
     manifest: str = ""
+    shared: str = ""
 
 
 class _TensorEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -194,7 +199,7 @@ def encode_header(header: ShardHeader) -> bytes:
     metadata = _ShardMetadata(
         seal=_ZEROS.decode(),
         format="treeckpt",
-        version=str(VERSION),
+        version=str(SHARING_VERSION if header.shared else VERSION),
         save_id=header.save_id,
         rank=str(header.rank),
         world=str(header.world),
@@ -205,9 +210,13 @@ def encode_header(header: ShardHeader) -> bytes:
         partial=msgspec.json.encode(partial).decode(),
         dtypes=msgspec.json.encode(logical).decode(),
         manifest=header.manifest or "",
+        shared=header.shared,
     )
+    fields = msgspec.structs.asdict(metadata)
+    if not header.shared:  # a reader of version 1 does not know it
+        del fields["shared"]
     # `__metadata__` comes first, so that the seal and the place of the checksums are on the first page
-    text = msgspec.json.encode({"__metadata__": metadata, **tensors})
+    text = msgspec.json.encode({"__metadata__": fields, **tensors})
     padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
     text = text.ljust(padded - 8)
     return sealed(len(text).to_bytes(8, "little") + text)
@@ -277,12 +286,15 @@ def decode_header(data: bytes | bytearray | memoryview, name: str, *, entries: b
     try:
         metadata = _METADATA.decode(memoryview(data)[8:]).metadata
         header = _header_of(metadata, name)
+        if (metadata.version == str(SHARING_VERSION)) != bool(metadata.shared):
+            raise ValueError(f"version {metadata.version} of a header with shared files {metadata.shared[:80]!r}")
         hashes = np.frombuffer(base64.b64decode(metadata.hashes, validate=True), "<u8")
         header = msgspec.structs.replace(
             header,
             entries=_decode_entries(data, metadata) if entries else (),
             hashes=tuple(hashes.tolist()),
             manifest=metadata.manifest or None,
+            shared=metadata.shared,
         )
     except TreeckptError:
         raise
@@ -300,7 +312,7 @@ def _header_of(metadata: _FrontMetadata, name: str) -> ShardHeader:
         FormatError: another version, or what no shard has.
         ValueError: something is no number.
     """
-    if metadata.format != "treeckpt" or metadata.version != str(VERSION):
+    if metadata.format != "treeckpt" or metadata.version not in (str(VERSION), str(SHARING_VERSION)):
         raise FormatError(
             name,
             expected=f"treeckpt shard version {VERSION}",

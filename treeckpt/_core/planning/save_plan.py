@@ -8,7 +8,8 @@ O(leaves), and the coordinator those of all ranks at once, without messages. Arr
 written piece by piece, equal pieces by the least loaded of their holders; of pieces that overlap in part, the first one
 is written whole and of the next ones what is left.
 
-In a rank's files the entries whose bytes fill whole pages come first, then whole cache lines, then by descending
+Arrays that stay the same from save to save can be in groups, see `format.references`: each has files of its own, which
+come last. In a file the entries whose bytes fill whole pages come first, then whole cache lines, then by descending
 alignment, so that without holes everything is aligned as far as possible; within a class, the order is that of the
 leaves. `plan_save` cuts the entries of one rank into files; `assign_offsets` finds all ranks' offsets at once, for the
 index. `compute_plan` does all of it from the global tree.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property, lru_cache
 from operator import itemgetter
 
@@ -64,6 +65,8 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """The alignment of an element in the file, in bytes; 0 is the itemsize."""
     per_rank: Runs | None = None
     """The ranks that each have an array of their own of this shape under this path; None for any other array."""
+    group: int = 0
+    """The group of arrays that stay the same, which has files of its own; 0 for none."""
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +140,9 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
                 # replicas are on the same ranks where the mesh and its replicated dimensions are equal
                 replicated = tuple(isinstance(p, Replicate) for p in leaf.layout.placements)
-                key = msgspec.json.encode((leaf.layout.mesh.shape, leaf.layout.mesh.ranks, replicated))
+                mesh = leaf.layout.mesh
+                # the arrays of a group are written, or not, together: each group is shared out by itself
+                key = msgspec.json.encode((mesh.shape, mesh.ranks, replicated, leaf.group))
                 streams.setdefault(key, []).append(i)
     for members in streams.values():
         _assign_stream(leaves, members, assignments)
@@ -400,7 +405,7 @@ def _cut_cells(
 PAGE_SIZE = 4096
 CACHE_LINE = 64
 ORDER_CLASSES = 7
-"""The number of classes: pages, cache lines, then alignments 16, 8, 4, 2, 1."""
+"""The number of classes in a group: pages, cache lines, then alignments 16, 8, 4, 2, 1."""
 
 
 def order_class(nbytes: int, align: int) -> int:
@@ -443,10 +448,10 @@ def single_writer_arrays(
             found.append(None)
             continue
         replica = assignment.writers[0]
-        key = (leaf.shape, leaf.itemsize, leaf.align, replica, id(leaf.layout))
+        key = (leaf.shape, leaf.itemsize, leaf.align, replica, id(leaf.layout), leaf.group)
         if key not in known:
             rank, nbytes = single_writer(leaf.layout, replica), leaf.nbytes
-            order = order_class(nbytes, leaf.align or leaf.itemsize)
+            order = order_class(nbytes, leaf.align or leaf.itemsize) + ORDER_CLASSES * leaf.group
             region = Region.whole(leaf.shape)
             known[key] = SingleWriterArray(rank, order, nbytes, region) if rank is not None else None
         found.append(known[key])
@@ -473,6 +478,13 @@ class FilePlan(msgspec.Struct, frozen=True):
     """Where the file starts in the stream of all the rank's data bytes."""
     nbytes: int
     writes: tuple[PlannedEntry, ...]
+    group: int = 0
+    """The group whose arrays it holds; 0 for those that are in none."""
+
+
+def files_without(files: Sequence[FilePlan], parts: Collection[int]) -> list[FilePlan]:
+    """Returns the files that have none of these parts."""
+    return [file for file in files if file.part not in parts]
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -489,11 +501,11 @@ class SavePlan(msgspec.Struct, frozen=True):
 def plan_save(
     leaves: Sequence[ArrayLeaf], assignments: Sequence[Assignment], rank: int, *, max_shard_bytes: int = 1 << 62
 ) -> SavePlan:
-    """Plans what `rank` writes: entries by alignment, in files of at most `max_shard_bytes`.
+    """Plans what `rank` writes: entries by group and alignment, in files of at most `max_shard_bytes`.
 
-    An entry that is larger than `max_shard_bytes` stands alone in its file.
+    An entry that is larger than `max_shard_bytes` stands alone in its file. The first file holds no group.
     """
-    classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(ORDER_CLASSES)]
+    classes: list[list[tuple[int, Region, int]]] = [[] for _ in range(_class_count(leaves))]
     for i, (leaf, single) in enumerate(zip(leaves, single_writer_arrays(leaves, assignments), strict=True)):
         if single is not None:
             if single.rank == rank:
@@ -501,19 +513,27 @@ def plan_save(
             continue
         for region in writes_of(leaf, assignments[i], rank):
             nbytes = region.size * leaf.itemsize
-            classes[order_class(nbytes, leaf.align or leaf.itemsize)].append((i, region, nbytes))
+            order = order_class(nbytes, leaf.align or leaf.itemsize) + ORDER_CLASSES * leaf.group
+            classes[order].append((i, region, nbytes))
     files: list[FilePlan] = []
     writes: list[PlannedEntry] = []
-    stream = filled = 0
-    for i, region, nbytes in (entry for entries in classes for entry in entries):
-        if writes and filled + nbytes > max_shard_bytes:
-            files.append(FilePlan(len(files), stream, filled, tuple(writes)))
-            stream, filled, writes = stream + filled, 0, []
-        writes.append(PlannedEntry(i, region, filled, nbytes))
-        filled += nbytes
+    stream = filled = group = 0
+    for order, entries in enumerate(classes):
+        for i, region, nbytes in entries:
+            before, group = group, order // ORDER_CLASSES
+            if (writes and filled + nbytes > max_shard_bytes) or group != before:
+                files.append(FilePlan(len(files), stream, filled, tuple(writes), before))
+                stream, filled, writes = stream + filled, 0, []
+            writes.append(PlannedEntry(i, region, filled, nbytes))
+            filled += nbytes
     if writes or not files:
-        files.append(FilePlan(len(files), stream, filled, tuple(writes)))
+        files.append(FilePlan(len(files), stream, filled, tuple(writes), group))
     return SavePlan(rank, tuple(files))
+
+
+def _class_count(leaves: Sequence[ArrayLeaf]) -> int:
+    """Returns the number of classes of all groups."""
+    return ORDER_CLASSES * (1 + max((leaf.group for leaf in leaves), default=0))
 
 
 # all ranks ------------------------------------------------------------------------------------------------------------
@@ -562,8 +582,8 @@ def assign_offsets(
         for single, leaf, assignment in zip(singles, leaves, assignments, strict=True)
     ]
     # Python integers for arrays with a single writer: numpy on one element costs ten times as much
-    sums = [[0] * world for _ in range(ORDER_CLASSES)]
-    totals = np.zeros((ORDER_CLASSES, world), np.int64)
+    sums = [[0] * world for _ in range(_class_count(leaves))]
+    totals = np.zeros((len(sums), world), np.int64)
     for array in arrays:
         if isinstance(array, SingleWriterArray):
             sums[array.order][array.rank] += array.nbytes
@@ -629,7 +649,8 @@ def _sharded_array(leaf: ArrayLeaf, assignment: Assignment) -> ShardedArray:
             sizes = np.full(1, leaf.itemsize, np.int64)
             for first, last in zip(owners.starts, owners.stops, strict=True):
                 sizes = (sizes[:, None] * (last - first)).reshape(-1)
-    return ShardedArray(ranks, owners, order_classes(sizes, leaf.align or leaf.itemsize), sizes)
+    orders = order_classes(sizes, leaf.align or leaf.itemsize) + ORDER_CLASSES * leaf.group
+    return ShardedArray(ranks, owners, orders, sizes)
 
 
 def stream_offsets(ranks: np.ndarray, classes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
@@ -668,6 +689,8 @@ class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
     """The decision which rank writes which part, for each array."""
     own: SavePlan
     """The files of this rank."""
+    groups: tuple[int, ...] = ()
+    """The group of each array, see `format.references`; empty where no save is incremental."""
 
     @cached_property
     def placement(self) -> Placement:
@@ -681,10 +704,14 @@ class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
         return self.global_tree.leaves[self.arrays[number][0]]
 
 
-def compute_plan(key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int) -> GlobalPlan:
+def compute_plan(
+    key: str, global_tree: GlobalTree, rank: int, max_shard_bytes: int, groups: Sequence[int] = ()
+) -> GlobalPlan:
     """Computes the plan of a global tree, the same in every process; raises LayoutError as `assign_writers`."""
     arrays = array_leaves(global_tree)
+    if groups:
+        arrays = [(n, msgspec.structs.replace(a, group=g)) for (n, a), g in zip(arrays, groups, strict=True)]
     leaves = [leaf for _, leaf in arrays]
     shares = assign_writers(leaves)
     own = plan_save(leaves, shares, rank, max_shard_bytes=max_shard_bytes)
-    return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares, own)
+    return GlobalPlan(key, max_shard_bytes, global_tree, arrays, shares=shares, own=own, groups=tuple(groups))

@@ -25,7 +25,8 @@ from ..._core.format.check_index import check_against_files, needs_file_sizes
 from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
-from ..._core.format.shard_header import ShardHeader, parse_shard_name
+from ..._core.format.references import SharedFile, decode_shared
+from ..._core.format.shard_header import ShardHeader, parse_shard_name, shard_name
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
 from ..._inspect.diff import Checksums
@@ -82,8 +83,17 @@ def decode_and_check(store: Store, data: bytes) -> Index:
     """
     index = decode_index(data, f"{store.url}/{INDEX_NAME}")
     if needs_file_sizes(index, len(data)):
-        check_against_files(index, _listed(store), store.url)
+        check_against_files(index, _listed(with_shared_files(store, index)), store.url)
     return index
+
+
+def with_shared_files(store: Store, index: Index) -> Store:
+    """Returns the store of a checkpoint with those of its shards that lie in the directories of others.
+
+    Raises:
+        StoreError: there are such, and the store cannot read them.
+    """
+    return store.sharing(index.shared_names) if index.shared_names else store
 
 
 def read_index_bytes(store: Store) -> bytes:
@@ -248,7 +258,10 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
         return header
 
     headers = for_each(store, read, names)
-    index = rebuild(headers, store.url)
+    shared = shared_files(headers, store.url)
+    for rank, files in shared.items():
+        headers += [_shared_header(store, rank, headers[0][1], file) for file in files]
+    index = rebuild(headers, store.url, shared=shared)
     missing = sorted(set(range(index.world)) - {header.rank for _, header in headers})
     if missing:
         raise CorruptError(
@@ -258,6 +271,7 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
             hint="The save never finished, shards were lost, or they lie on the disks of other hosts: then copy the "
             "index.json of one of these here",
         )
+    sizes = with_shared_files(store, index).sizes() if index.shared_names else sizes
     written = [(file.name, file.header + file.nbytes) for file in index.file_list]
     written += [(stored_name(index.save_id, sidecar.name), sidecar.nbytes) for sidecar in index.sidecars]
     for name, nbytes in written if whole else ():
@@ -269,6 +283,56 @@ def _rebuild(store: Store, names: list[str], whole: bool, on_read: OnShardsRead 
                 hint="The save never finished, or the file was lost or cut short",
             )
     return index
+
+
+def shared_files(headers: Iterable[tuple[int, ShardHeader]], name: str) -> dict[int, tuple[SharedFile, ...]]:
+    """Returns by rank the files in other directories that the headers of own shards list.
+
+    Those that have been copied here since are none of them. Raises FormatError.
+    """
+    headers = list(headers)
+    own = {(header.rank, header.part) for _, header in headers}
+    listed = {header.rank: decode_shared(header.shared, name) for _, header in headers if header.shared}
+    return {rank: tuple(file for file in files if (rank, file.part) not in own) for rank, files in listed.items()}
+
+
+def _shared_header(store: Store, rank: int, one: ShardHeader, file: SharedFile) -> tuple[int, ShardHeader]:
+    """Reads the header of a file in another directory, as `rebuild` takes it; `one` is of any shard of the save.
+
+    Raises:
+        CorruptError, FormatError: it is missing or damaged.
+    """
+    name = shard_name(file.home.save_id, rank, one.world, file.home_part)
+    try:
+        size, header = read_header(store.run().folder(file.home.directory), name)
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{store.url}/../{file.home.directory}/{name}",
+            expected="a shard that this checkpoint shares with another one of its run",
+            found="no such file",
+            hint=f"Copy the directory {file.home.directory} beside this one too",
+        ) from error
+    return size, _as_part(header, one.save_id, file.part, file.stream)
+
+
+def header_here(index: Index, file: File, header: ShardHeader) -> ShardHeader:
+    """Returns the header of a shard with the save id, the part and the stream that it has in a checkpoint."""
+    return _as_part(header, index.save_id, file.part, file.stream) if file.directory else header
+
+
+def _as_part(header: ShardHeader, save_id: str, part: int, stream: int) -> ShardHeader:
+    return msgspec.structs.replace(header, save_id=save_id, part=part, stream=stream, shared="")
+
+
+def missing_home(store: Store, directory: str, name: str) -> CorruptError:
+    """Returns the error for a shard that is not in the directory of the checkpoint that has written it."""
+    return CorruptError(
+        f"{store.url}/../{directory}/{name}",
+        expected="a shard that this checkpoint shares with another one of its run",
+        found="no such file",
+        hint=f"Copy the directory {directory} beside this one too. Where the run is, treeckpt flatten gives a "
+        "checkpoint files of its own",
+    )
 
 
 HEADERS_NBYTES = 64 << 20
@@ -286,11 +350,13 @@ class Checkpoint:
     """Whether it has a checksum of each of its blocks; files of another program have none."""
 
     def __init__(self, store: Store, index: Index | None = None) -> None:
-        self.store, self.url = store, store.url
+        self.place, self.url = store, store.url
+        self.store = store
+        """Its files; once the index is known, with the shards that lie in other directories than its `place`."""
         self._shards: dict[tuple[str, bool], OpenedShard] = {}
         self._checksums: dict[str, Checksums] = {}
         if index is not None:
-            self.index = index
+            self.take_index(index)
 
     @cached_property
     def index_bytes(self) -> bytes:
@@ -300,12 +366,18 @@ class Checkpoint:
     @cached_property
     def index(self) -> Index:
         """The index, read when it is first needed; raises as `read_index`."""
-        return decode_and_check(self.store, self.index_bytes)
+        index = decode_and_check(self.place, self.index_bytes)
+        self.store = with_shared_files(self.place, index)
+        return index
+
+    def take_index(self, index: Index) -> None:
+        """Takes an index that the caller has decoded as its own."""
+        self.index, self.store = index, with_shared_files(self.place, index)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Every file of the store and its size in bytes, listed once."""
-        return self.store.sizes()
+        """Every file of the store and its size in bytes, listed once, with shards in other directories."""
+        return with_shared_files(self.place, self.index).sizes()
 
     def check_against_files(self) -> None:
         """Raises CorruptError for an index that describes far more bytes than the files can hold."""
@@ -360,7 +432,7 @@ class Checkpoint:
 
     def reopened(self) -> Checkpoint:
         """The version that is at the same place now."""
-        return Checkpoint(self.store)
+        return Checkpoint(self.place)
 
     @property
     def repeated_nbytes(self) -> int:

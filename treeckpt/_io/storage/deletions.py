@@ -52,7 +52,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -67,6 +67,7 @@ from ..._core.format.files import (
     parse_file_name,
     parse_progress_name,
     prepared_name,
+    shared_mark_name,
     writer_tag,
 )
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
@@ -88,6 +89,7 @@ from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
 from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
 from .plain_names import copies_of, give_plain_names, stored_files, take_plain_names
+from .shared_files import needed_files
 from .store import DirectoryEntry, Store, exists_error, for_each
 
 LOCK_WAIT_SECONDS = 60.0
@@ -205,6 +207,27 @@ def legible_save_id(state: bytes | int | None) -> str | None:
     return match[1].decode() if match else None
 
 
+def mark_shared_files(store: Store, index: Index) -> None:
+    """Marks the saves whose files an index names, before it is published, and checks that these files are there.
+
+    Raises:
+        CheckpointError: a file is gone, or has another size; or as `unlocked_sizes`.
+    """
+    for home in index.references.homes if index.references is not None else ():
+        folder, mark = store.run().folder(home.directory), shared_mark_name(home.save_id)
+        if folder.entry(mark) is None and folder.entries():  # the mark would make a directory that is gone
+            folder.publish(mark, b"{}", replace=True)
+        sizes = unlocked_sizes(folder)
+        for file in index.file_list:
+            if file.directory == home.directory and sizes.get(file.name) != file.header + file.nbytes:
+                raise CheckpointError(
+                    f"{folder.url}/{file.name}",
+                    expected=f"{file.header + file.nbytes} bytes, which the save shares with that checkpoint",
+                    found="no such file" if file.name not in sizes else f"{sizes[file.name]}",
+                    hint="Something else deletes or changes files there; the next save writes everything",
+                )
+
+
 @contextlib.contextmanager
 def hold_for_repair(store: Store) -> Iterator[dict[str, int]]:
     """Holds a lock while files of a checkpoint are replaced; gives the files there and their sizes.
@@ -260,7 +283,7 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
         if gone or (before is not None and index_state(store) != before):
             raise replaced_meanwhile(store)
         # the shards that were read have gone since
-        if before is None and not {file.name for file in index.file_list} <= names.keys():
+        if before is None and not {file.name for file in index.own_files} <= names.keys():
             raise replaced_meanwhile(store)
         if before is None:
             store.publish(INDEX_NAME, data, replace=False)
@@ -451,6 +474,7 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
         save_id=save_id,
         problem=problem,
         path=folder.place,
+        needed=needed_files(folder, [file.name for file in files]),
     )
 
 
@@ -506,11 +530,23 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
             decided = [] if back else _decide_all(folder, removal.files)
             if decided is None:
                 return "another process goes on with its deletion, or undoes it"
-            delete_files(folder, [*removal.files, *decided])
+            delete_files(folder, spared(folder, [*removal.files, *decided]))
         folder.sync()
     if removal.directory:
         folder.remove_directory()
     return ""
+
+
+def spared(folder: Store, names: Sequence[str]) -> list[str]:
+    """Returns those of some files that no other checkpoint of the run needs, for a caller that holds the lock.
+
+    Of a save of which one file is needed the marks stay too: those of the deletion, and of the files being shared.
+    """
+    needed = needed_files(folder, folder.sizes()).names
+    kept = {kind.save_id for name in needed if (kind := parse_file_name(name)) is not None}
+    kinds = [(name, parse_file_name(name)) for name in names]
+    marks = ("deleted", "shared")
+    return [n for n, kind in kinds if n not in needed and not (kind and kind.kind in marks and kind.save_id in kept)]
 
 
 def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], int] = proof_order) -> None:
@@ -560,7 +596,7 @@ def restore_index(store: Store) -> bool:
                 store.delete(name)
                 return True
             # where the other file is gone, a clean-up has found the index back, or all shards are gone too
-            shards, names = {file.name for file in decode_index(data).file_list}, store.sizes()
+            shards, names = {file.name for file in decode_index(data).own_files}, store.sizes()
             if name not in names and shards <= names.keys():
                 return True
             take_index(store, name, holds=lambda found: found == data)

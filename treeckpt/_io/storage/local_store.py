@@ -11,6 +11,7 @@ page cache is read past is measured too.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import itertools
 import mmap
@@ -21,7 +22,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,8 @@ class LocalStore(Store):
         self.directory = Path(directory).absolute()
         self.follow_links = follows_links(follow_links)
         self.readers = ReaderCache()
+        self.places: Mapping[str, str] = {}
+        """The directories of files that are not in its own, by their names; see `Store.sharing`."""
         # no method of this store: open files would keep it, and themselves, until the garbage collector comes
         self._links = partial(_where_links_lead, self.directory, self.follow_links)
 
@@ -108,6 +111,20 @@ class LocalStore(Store):
         if type(self) is not LocalStore:  # its own state may be of this process alone
             return super().address()
         return pickle.dumps(PickledCall(_open_local, self.directory, self.follow_links))
+
+    def sharing(self, places: Mapping[str, str]) -> LocalStore:
+        store = copy.copy(self)
+        store.places, store.readers = {**self.places, **places}, ReaderCache()
+        return store
+
+    def run(self) -> LocalRun:
+        return LocalRun(self.directory.parent, follow_links=self.follow_links)
+
+    def _path(self, name: str) -> Path:
+        """Returns the path at which a file is read."""
+        if name in self.places:
+            return self.directory.parent / self.places[name] / name
+        return self.directory / name
 
     @property
     def traits(self) -> StoreTraits:
@@ -120,7 +137,7 @@ class LocalStore(Store):
             OSError: it could not be read this time.
         """
         try:
-            state = linked_file(self.directory / name, self._links()).lstat()  # takes no descriptor
+            state = linked_file(self._path(name), self._links()).lstat()  # takes no descriptor
         except (CorruptError, StoreError):
             return None
         except OSError as error:
@@ -155,6 +172,9 @@ class LocalStore(Store):
                         listed[entry.name] = self._entry(entry.name, entry.stat(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        for name in self.places:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                listed[name] = self._entry(name, self._path(name).lstat())
         return listed
 
     def _entry(self, name: str, state: os.stat_result) -> DirectoryEntry:
@@ -173,7 +193,7 @@ class LocalStore(Store):
 
     def entry(self, name: str) -> DirectoryEntry | None:
         try:
-            return self._entry(name, (self.directory / name).lstat())
+            return self._entry(name, self._path(name).lstat())
         except OSError as error:
             if not shows_damage(error):
                 raise wrap_read_error(error, f"{self.place}/{name}") from error
@@ -218,7 +238,7 @@ class LocalStore(Store):
             sync_directory(self.directory)
 
     def read(self, name: str, *, limit: int) -> bytes:
-        with open(open_regular(self.directory / name, links=self._links), "rb") as file:
+        with open(open_regular(self._path(name), links=self._links), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise CorruptError(f"{self.url}/{name}", expected=f"at most {limit} bytes", found=f"{size}")
@@ -244,10 +264,10 @@ class LocalStore(Store):
             yield memory
 
     def _reader(self, name: str) -> AbstractContextManager[LocalReader]:
-        return self.readers.using(name, self.directory / name, self._links)
+        return self.readers.using(name, self._path(name), self._links)
 
     def map(self, name: str, offset: int, nbytes: int) -> memoryview:
-        fd = open_regular(self.directory / name, links=self._links)
+        fd = open_regular(self._path(name), links=self._links)
         try:
             if offset + nbytes > (size := os.fstat(fd).st_size):
                 raise too_short(f"{self.url}/{name}", offset, nbytes, max(size - offset, 0))
@@ -431,7 +451,7 @@ def for_reading(store: Store) -> Store:
     """Returns a store that reads the same files with many reads in flight, for a directory of a far file system."""
     # a subclass may give other bytes than its files hold, and a `FarStore` would read the files themselves
     if type(store) is LocalStore and file_system(store.directory) in FAR_FILE_SYSTEMS:
-        return FarStore(store.directory, follow_links=store.follow_links)
+        return FarStore(store.directory, follow_links=store.follow_links).sharing(store.places)
     return store
 
 
@@ -481,6 +501,11 @@ class FarStore(LocalStore):
             )
             for shared in (False, True)
         ]
+
+    def sharing(self, places: Mapping[str, str]) -> FarStore:
+        store = FarStore(self.directory, follow_links=self.follow_links)  # a copy would fetch by the store it is of
+        store.places = {**self.places, **places}
+        return store
 
     @property
     def traits(self) -> StoreTraits:

@@ -209,6 +209,8 @@ class ObjectStore(Store):
         self._fetcher = RangeFetcher(self._fetch_one, bucket.judge, bucket.tries, RequestDepth(bucket.depth))
         self._seen = ""
         """The name of an object that was read."""
+        self._places: Mapping[str, str] = {}
+        """The directories of objects that are not in its own, by their names; see `Store.sharing`."""
 
     request_nbytes = 8 << 20
     """Bytes of one request: at 40 ms and 90 MB/s a connection a third of its time is waiting."""
@@ -252,7 +254,21 @@ class ObjectStore(Store):
         """Returns the key of a file; raises StoreError for a name that would lead out of the prefix."""
         if not _is_plain(name):
             raise StoreError(f"{self.url}/{name!r:.80}", expected="the plain name of a file", found="something else")
-        return f"{self._prefix}/{name}".lstrip("/")
+        return f"{self._directory(self._places[name]) if name in self._places else self._prefix}/{name}".lstrip("/")
+
+    def _directory(self, name: str) -> str:
+        """Returns the prefix of another directory of the run."""
+        if not _is_plain(name):
+            raise StoreError(f"{self.url}/../{name!r:.80}", expected="a plain name", found="something else")
+        return f"{self._prefix.rpartition('/')[0]}/{name}".lstrip("/")
+
+    def sharing(self, places: Mapping[str, str]) -> ObjectStore:
+        store = ObjectStore._within(self._bucket, self._prefix)
+        store._places = {**self._places, **places}
+        return store
+
+    def run(self) -> ObjectRun:
+        return ObjectRun._within(self._bucket, self._prefix.rpartition("/")[0])
 
     def prepare(self) -> None:
         """Begins with what a save needs; there are no directories."""
@@ -264,6 +280,10 @@ class ObjectStore(Store):
         entries = files_below(listing, self._prefix)
         for key in listing.folders:
             entries.setdefault(key.rpartition("/")[2], DirectoryEntry(0, 0, regular=False))
+        for directory in set(self._places.values()):
+            prefix = self._directory(directory)
+            there = files_below(self._bucket.list(prefix), prefix)
+            entries.update((name, there[name]) for name in self._places.keys() & there.keys())
         if not entries and self._seen:
             self._check_empty()
         return entries
@@ -405,6 +425,13 @@ class ObjectRun(RunStore):
 
     def __init__(self, url: str, **options: Any) -> None:
         self._bucket, self._prefix = open_bucket(url, options)
+
+    @classmethod
+    def _within(cls, bucket: ObjectBucket, prefix: str) -> ObjectRun:
+        """Returns the run of a prefix in a bucket that is open."""
+        run = cls.__new__(cls)
+        run._bucket, run._prefix = bucket, prefix
+        return run
 
     @property
     def traits(self) -> StoreTraits:

@@ -23,6 +23,7 @@ from ..._core.format.shard_header import (
     hash_text_range,
     header_nbytes,
     new_hash,
+    parse_shard_name,
 )
 from ...errors import CheckpointError, CorruptError, StoreError, TreeckptError
 from .memory import aligned_buffer
@@ -130,6 +131,10 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
         where = _leaves_and_file(store, index, file, 0, expected)
         if (disk := elsewhere(store, index, file)) is not None:
             raise _elsewhere_error(store, disk, where)
+        if file.directory:
+            hint = f"Copy the directory {file.directory} of the run beside this one too, or restore it from a copy"
+            expected = f"a shard in the directory {file.directory} beside it, which this checkpoint shares"
+            raise CorruptError(where, expected=expected, found="no such file", hint=hint)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
     if whole and size != expected:
         first, last = min(size, expected), max(size, expected)
@@ -264,8 +269,13 @@ def _check_identity(store: Store, index: Index, file: File, found: ShardHeader, 
         hashes: the number of its checksums.
     """
     blocks = block_count(file.nbytes, found.block)
-    identity = (found.save_id, found.rank, found.part, found.stream, header, hashes)
-    wanted = (index.save_id, file.rank, file.part, file.stream, file.header, blocks)
+    # the header of a file in another directory says what it is there, and where it starts in the stream there
+    save_id, part = index.save_id, file.part
+    if file.directory and (named := parse_shard_name(file.name)) is not None:
+        save_id, part = named[0], named[3]
+    start = file.stream if file.directory else found.stream
+    identity = (found.save_id, found.rank, found.part, start, header, hashes)
+    wanted = (save_id, file.rank, part, file.stream, file.header, blocks)
     if identity != wanted:
         raise CorruptError(
             _leaves_and_file(store, index, file, 0, file.header),

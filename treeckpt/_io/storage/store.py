@@ -181,6 +181,26 @@ class Store(ABC):
     def remove_link(self) -> None:  # noqa: B027
         """Removes the link to the directory, durably; the directory stays."""
 
+    def sharing(self, places: Mapping[str, str]) -> Store:
+        """Returns the store with files of other directories of its run, which are read as those of its own.
+
+        Args:
+            places: the name of the directory of each such file, by the file's name.
+
+        Raises:
+            StoreError: it cannot read other directories.
+        """
+        raise self._alone()
+
+    def _alone(self) -> StoreError:
+        expected = "a directory, or a prefix of a bucket, beside which those of other checkpoints lie"
+        hint = "Incremental saves need a path or URL below that of a run"
+        return StoreError(self.url, expected=expected, found=f"a {type(self).__qualname__}", hint=hint)
+
+    def run(self) -> RunStore:
+        """Returns the run that its directory lies in; raises StoreError as `sharing`."""
+        raise self._alone()
+
     # reads ------------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +11,7 @@ from contextlib import AbstractContextManager
 import msgspec
 
 from .local_store import for_reading
-from .store import Consume, DirectoryEntry, FileRange, Store, StoreTraits, VersionTag, Writer
+from .store import Consume, DirectoryEntry, FileRange, RunStore, Store, StoreTraits, VersionTag, Writer
 
 
 class WrappedStore(Store):
@@ -44,6 +45,14 @@ class WrappedStore(Store):
 
     def address(self) -> bytes | None:
         return None if self.inner.address() is None else super().address()
+
+    def sharing(self, places: Mapping[str, str]) -> Store:
+        store = copy.copy(self)
+        store.inner = self.inner.sharing(places)
+        return store
+
+    def run(self) -> RunStore:
+        return self.inner.run()
 
     def prepare(self) -> None:
         self.inner.prepare()
@@ -148,6 +157,11 @@ class ListedStore(WrappedStore):
 
     def listed(self) -> Store:
         return self.inner.listed()
+
+    def sharing(self, places: Mapping[str, str]) -> Store:
+        inner = self.inner.sharing(places)
+        found = {name: entry for name in places if (entry := inner.entry(name)) is not None}
+        return ListedStore(inner, {**self._entries, **found})
 
 
 OnBytesRead = Callable[[int, int | None], object]

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from .. import ArraySpec, Index, MismatchError, TreeckptError, rules
+from ... import ArraySpec, Index, MismatchError, TreeckptError, rules
 
 __all__ = ["hub_rules", "module_rules"]
 

@@ -1,0 +1,232 @@
+"""The Trainer of transformers with treeckpt's checkpoints. Short forms here; real kills, DDP and FSDP2 are slow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import treeckpt as tc
+from tests.helpers.corruption import flip
+from tests.helpers.framework_job import writers_stopped
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the library
+ROOT = Path(__file__).parents[2]
+STEPS, SAVES = 12, (5, 10)
+
+
+@pytest.fixture(autouse=True)
+def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the job, and with it the library, imported by the first test."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    library: Any = pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    from tests.integrations import trainer_job
+
+    return trainer_job
+
+
+def _train(
+    job: Any, directory: Path, kind: Any = None, *, steps: int = STEPS, resume: Any = None, **options: Any
+) -> Any:
+    """Trains a new model; returns the trainer."""
+    model = options.pop("model", None) or job.language_model()
+    args = job.arguments_of(directory, steps, **options)
+    data = job.Tokens()
+    trainer = (kind or job.Recorded)(
+        model=model, args=args, train_dataset=data, eval_dataset=torch.utils.data.Subset(data, range(4))
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _log(trainer: Any) -> list[dict[str, Any]]:
+    """What a trainer has logged, without times and the mean of its own steps."""
+    timed = ("runtime", "per_second", "train_loss")
+    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in trainer.state.log_history]
+
+
+def _is_continued(resumed: Any, whole: Any, step: int) -> bool:
+    """Whether a trainer that resumed at a step has the losses, the log and the weights of an uninterrupted one."""
+    weights = whole.model.state_dict()
+    return (
+        resumed.losses == [loss for loss in whole.losses if loss[0] >= step]
+        and _log(resumed) == _log(whole)
+        and all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
+    )
+
+
+def _copied_in_save(job: Any, copy: Path) -> Any:
+    """Returns a trainer that copies its run's directory inside the save of the last step, as a kill leaves it."""
+
+    class Copied(job.Recorded):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if self.state.global_step != SAVES[-1]:
+                return super()._save_checkpoint(model, trial)
+            self._settle()
+            with writers_stopped():
+                super()._save_checkpoint(model, trial)
+                shutil.copytree(self.args.output_dir, copy / "run")
+            return None
+
+    return Copied
+
+
+def test_killed_inside_a_save_a_run_goes_on_from_the_step_before_bit_for_bit(job: Any, tmp_path: Path) -> None:
+    whole = _train(job, tmp_path / "whole", _copied_in_save(job, tmp_path / "killed"))
+    run = tmp_path / "killed" / "run"
+    assert (run / "checkpoint-10").exists() and not tc.exists(run / "checkpoint-10")
+    resumed = _train(job, tmp_path / "killed", resume=True)
+    assert _is_continued(resumed, whole, 5)
+    assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(_mean_loss(whole, 5))
+
+
+def _mean_loss(trainer: Any, step: int) -> float:
+    losses = [loss for at, loss in trainer.losses if at >= step]
+    return sum(losses) / (STEPS - step)
+
+
+def test_a_run_resumes_from_a_path_in_another_directory(job: Any, tmp_path: Path) -> None:
+    whole = _train(job, tmp_path / "whole")
+    resumed = _train(job, tmp_path / "other", resume=tmp_path / "whole" / "run" / "checkpoint-5")
+    assert _is_continued(resumed, whole, 5)
+    assert not (tmp_path / "other" / "run" / "checkpoint-5").exists()
+
+
+def test_a_damaged_step_is_passed_over(job: Any, tmp_path: Path) -> None:
+    whole = _train(job, tmp_path, steps=10)
+    [shard] = (tmp_path / "run" / "checkpoint-10").glob("shard-*")
+    shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 5))
+    with pytest.raises(tc.CorruptError, match="checkpoint-10"):
+        _train(job, tmp_path, steps=10, resume=str(shard.parent))
+    assert _is_continued(_train(job, tmp_path, steps=10, resume=True), whole, 5)
+
+
+def test_a_checkpoint_of_the_trainer_itself_is_loaded_as_the_trainer_does(job: Any, tmp_path: Path) -> None:
+    _train(job, tmp_path, job.RecordedOwn, steps=5)
+    own = _train(job, tmp_path / "own", job.RecordedOwn, resume=str(tmp_path / "run" / "checkpoint-5"))
+    assert _train(job, tmp_path, resume=True).losses == own.losses
+
+
+def test_a_step_opens_with_from_pretrained(job: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trained = _train(job, tmp_path, steps=10).model.state_dict()
+    step = tmp_path / "run" / "checkpoint-10"
+    loaded, info = AutoModelForCausalLM.from_pretrained(step, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in loaded.state_dict().items())
+    assert torch.load(step / "training_args.bin", weights_only=False).max_steps == 10
+
+
+@pytest.mark.parametrize("limit", [None, 1, 2])
+def test_the_steps_that_stay_and_the_best_model_are_those_of_the_trainer(
+    job: Any, tmp_path: Path, limit: int | None
+) -> None:
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": limit}
+    options |= {"load_best_model_at_end": True, "learning_rate": 0.3}
+    kept: list[set[str]] = []
+    trained: list[Any] = []
+    for kind in (job.Recorded, job.RecordedOwn):
+        trained.append(_train(job, tmp_path / kind.__name__, kind, **options))
+        run = tmp_path / kind.__name__ / "run"
+        kept.append({path.name for path in run.iterdir()})
+    ours, own = trained
+    assert kept[0] == kept[1] and own.state.best_global_step < STEPS
+    assert _log(ours) == _log(own)
+    assert Path(ours.state.best_model_checkpoint).name == Path(own.state.best_model_checkpoint).name
+    weights = own.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in ours.model.state_dict().items())
+
+
+def test_a_save_of_the_model_only_resumes_with_a_new_optimizer(
+    job: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train(job, tmp_path, steps=5, save_only_model=True)
+    assert "optimizer" not in tc.load(tmp_path / "run" / "checkpoint-5")
+    resumed = _train(job, tmp_path, steps=6, resume=True)
+    assert resumed.losses[0][0] == 5 and "optimizer, scheduler and generators start anew" in caplog.text
+
+
+def test_adapters_are_saved_without_their_base_and_resume_bit_for_bit(job: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    whole = _train(
+        job, tmp_path / "whole", _copied_in_save(job, tmp_path / "killed"), model=job.adapted(job.language_model())
+    )
+    resumed = _train(job, tmp_path / "killed", resume=True, model=job.adapted(job.language_model()))
+    assert _is_continued(resumed, whole, 5)
+    step = tmp_path / "killed" / "run" / f"checkpoint-{STEPS}"
+    assert all("lora_" in name for name in tc.load(step)["model"])
+    loaded = peft.PeftModel.from_pretrained(job.language_model(), step, is_trainable=True)
+    loaded.load_adapter(step / "other", "other")
+    weights = resumed.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+
+
+class Launch(NamedTuple):
+    """How a job runs."""
+
+    ranks: int
+    resumed: int
+    """The number of ranks that resume."""
+    options: tuple[str, ...] = ()
+
+
+LAUNCHES = (
+    Launch(1, 1),
+    Launch(2, 2),
+    Launch(2, 2, ("--fsdp",)),
+    Launch(2, 1, ("--fsdp",)),
+    Launch(2, 2, ("--lora",)),
+    Launch(2, 2, ("--fsdp", "--lora")),
+)
+
+
+def _launch(directory: Path, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "tests.integrations.trainer_job", str(directory), str(STEPS), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=300, check=False, text=True, stdout=out, stderr=err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda one: "-".join((f"{one.ranks}to{one.resumed}", *one.options)))
+def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: Launch) -> None:
+    whole = _launch(tmp_path / "whole", launch.ranks, *launch.options)
+    assert whole.returncode == 0, whole.stdout
+    killed = _launch(tmp_path / "killed", launch.ranks, *launch.options, "--kill-in", "10")
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    run, batch = tmp_path / "killed" / "run", 2 * launch.ranks // launch.resumed
+    assert tc.exists(run / "checkpoint-5") and not tc.exists(run / "checkpoint-10")
+    resumed = _launch(tmp_path / "killed", launch.resumed, *launch.options, "--batch", str(batch))
+    assert resumed.returncode == 0, resumed.stdout
+    outcomes = [_outcomes(tmp_path, rank) for rank in range(launch.resumed)]
+    for one, other in outcomes:
+        losses = [loss for loss in one["losses"] if loss[0] >= 5]
+        assert [step for step, _ in other["losses"]] == [step for step, _ in losses]
+        if launch.ranks == launch.resumed:
+            assert other["losses"] == losses and other["log"][:-1] == one["log"][:-1]
+            assert all(torch.equal(other["weights"][name], tensor) for name, tensor in one["weights"].items())
+    file = "adapter_model" if "--lora" in launch.options else "model"
+    opened = load_file(run / f"checkpoint-{STEPS}" / f"{file}.safetensors")
+    saved = {name.replace(".default", ""): tensor for name, tensor in outcomes[0][1]["weights"].items()}
+    assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+
+
+def _outcomes(directory: Path, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a rank wrote at the end of the whole run, and of the resumed one."""
+    whole, killed = (torch.load(directory / run / f"outcome-{rank}.pt") for run in ("whole", "killed"))
+    return whole, killed

@@ -1,0 +1,174 @@
+"""Incremental saves of a manager: what its clean-ups keep, what a restart goes on with, what deletions leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import treeckpt as tc
+from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
+from treeckpt._cli.main import main
+from treeckpt._core.format.files import deleted_name, parse_file_name
+from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.storage.kept_files import hold_lease
+from treeckpt._runs.run import RunDirectory
+from treeckpt.policy import Last
+
+SHARED = FROZEN * NBYTES
+
+
+def nbytes_of(run: Path) -> int:
+    return sum(file.stat().st_size for file in run.rglob("shard-*"))
+
+
+def named_files(run: Path) -> set[Path]:
+    """The shards that the indexes of a run name."""
+    indexes = {path.parent.name: tc.inspect(path.parent) for path in run.glob(f"*/{INDEX_NAME}")}
+    return {run / (f.directory or name) / f.name for name, index in indexes.items() for f in index.file_list}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_holds_what_is_frozen_once(tmp_path: Path, background: bool) -> None:
+    state = Adapted()
+    with tc.Manager(tmp_path, keep=2, incremental=True, background=background) as manager:
+        for step in range(1, 7):
+            tree = state.train()
+            manager.save(step, tree)
+    assert manager.steps() == [5, 6]
+    assert_same(tmp_path / "step_00000006", tree)
+    assert nbytes_of(tmp_path) < SHARED + 2 * FROZEN * 4000 + 4 * 4096
+    assert set(tmp_path.rglob("shard-*")) == named_files(tmp_path)
+    assert not (tmp_path / "step_00000001" / INDEX_NAME).exists()
+
+
+def test_many_steps_leave_no_file_that_nothing_names(tmp_path: Path) -> None:
+    state = Adapted()
+    with tc.Manager(tmp_path, keep=[Last(2), tc.policy.EverySteps(20)], incremental=True, background=False) as manager:
+        for step in range(1, 61):
+            if step % 13 == 0:  # an average that is updated now and then
+                with torch.no_grad():
+                    state.frozen[step % FROZEN][100_000:200_000] += 1
+            tree = state.train()
+            manager.save(step, tree)
+    assert set(tmp_path.rglob("shard-*")) == named_files(tmp_path)
+    for step in manager.steps():
+        assert tc.verify(tmp_path / f"step_{step:08d}"), step
+    assert_same(tmp_path / "step_00000060", tree)
+
+
+def test_a_restart_shares_with_the_checkpoint_that_it_restored(tmp_path: Path) -> None:
+    state = Adapted()
+    with tc.Manager(tmp_path, incremental=True, background=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state.train())
+    with tc.Manager(tmp_path, incremental=True, background=False) as manager:
+        manager.restore(step=2)
+        report = manager.save(3, state.train())
+        assert isinstance(report, tc.SaveReport) and report.shared_nbytes == SHARED
+
+
+def test_one_of_so_many_saves_is_full(tmp_path: Path) -> None:
+    state, shared = Adapted(), list[int]()
+    with tc.Manager(tmp_path, keep=None, incremental=True, full_every=3, background=False) as manager:
+        for step in range(1, 8):
+            report = manager.save(step, state.train())
+            assert isinstance(report, tc.SaveReport)
+            shared.append(report.shared_nbytes)
+    assert shared == [0, SHARED, SHARED, 0, SHARED, SHARED, 0]
+
+
+def test_wrong_numbers_of_full_saves_are_refused(tmp_path: Path) -> None:
+    for given in ({"full_every": 3}, {"full_every": 0, "incremental": True}):
+        with pytest.raises(tc.TreeckptError, match="a number of saves, 1 or more, beside incremental=True"):
+            tc.Manager(tmp_path, **given)
+
+
+def run_of(tmp_path: Path, steps: int = 3) -> Adapted:
+    state = Adapted()
+    with tc.Manager(tmp_path, keep=None, incremental=True, background=False) as manager:
+        for step in range(1, steps + 1):
+            manager.save(step, state.train())
+    return state
+
+
+def test_a_deleted_checkpoint_leaves_what_others_share(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    before = tc.load(tmp_path / "step_00000003")
+    with tc.Manager(tmp_path, keep=None) as manager:
+        manager.delete(1)
+        assert manager.steps() == [2, 3]
+        assert data_nbytes(tmp_path / "step_00000001") >= SHARED
+        assert torch.equal(tc.load(tmp_path / "step_00000003")["layer0"]["base"], before["layer0"]["base"])
+        manager.delete(2)
+        manager.clean()
+        assert data_nbytes(tmp_path / "step_00000001") >= SHARED
+        manager.delete(3)
+        manager.clean()
+    assert not (tmp_path / "step_00000001").exists()
+
+
+def test_a_replaced_step_leaves_what_others_share(tmp_path: Path) -> None:
+    state = run_of(tmp_path)
+    tc.save(tmp_path / "step_00000001", {"step": 0}, step=1, overwrite=True)
+    assert tc.load(tmp_path / "step_00000001") == {"step": 0}
+    assert torch.equal(tc.load(tmp_path / "step_00000003")["layer1"]["base"], state.frozen[1])
+    with tc.Manager(tmp_path, keep=None) as manager:
+        manager.clean()
+        assert torch.equal(tc.load(tmp_path / "step_00000003")["layer1"]["base"], state.frozen[1])
+        manager.delete(2)
+        manager.delete(3)
+        manager.clean()
+    assert all(parse_file_name(file.name) is not None for file in (tmp_path / "step_00000001").iterdir())
+    assert data_nbytes(tmp_path / "step_00000001") < 8192
+
+
+def test_where_an_index_cannot_be_read_nothing_goes_that_it_may_name(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    (tmp_path / "step_00000002" / INDEX_NAME).write_bytes(b"{}")
+    tc.Manager(tmp_path, keep=None).delete(3)
+    report = RunDirectory(tmp_path).clean([Last(1)])
+    RunDirectory(tmp_path).delete(1, force=True)
+    assert data_nbytes(tmp_path / "step_00000001") >= SHARED, report
+    left = RunDirectory(tmp_path).clean([Last(1)], dry_run=True).left
+    assert any("step_00000002, whose index cannot be read, may need them" in each.why for each in left)
+
+
+def test_what_a_reader_of_a_deleted_checkpoint_shares_stays(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    folder = RunDirectory(tmp_path).folder(3)
+    save_id = tc.inspect(tmp_path / "step_00000003").save_id
+    manager = tc.Manager(tmp_path, keep=None)
+    manager.delete(2)
+    with hold_lease(folder):
+        # as a deletion leaves it that has found the reader once the index was gone
+        folder.rename(INDEX_NAME, deleted_name(save_id), replace=True)
+        manager.clean()
+        RunDirectory(tmp_path).delete(1, force=True)
+        assert data_nbytes(tmp_path / "step_00000001") >= SHARED
+    manager.clean()
+    manager.clean()
+    assert not list(tmp_path.rglob("shard-*"))
+
+
+def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path)
+    assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 shard of 3.6 MB stay: step_00000002 and step_00000003 share them" in shown
+
+
+def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path)
+    with tc.Manager(tmp_path, keep=None) as manager:
+        manager.delete(1)
+        assert manager.steps() == [2, 3] and manager.latest() == 3
+    with pytest.raises(tc.CheckpointNotFound):
+        tc.load(tmp_path / "step_00000001")
+    assert main(["ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "step_00000001: deleted; the shards that other checkpoints share stay as long as these" in shown
+    assert "repair" not in shown

@@ -1,0 +1,70 @@
+"""Shards that several checkpoints of a run share, and which of them must stay when one of these is deleted.
+
+An index may name shards in the directory of another checkpoint of its run, see `_core.format.references`. Nobody counts
+them: who deletes files of a save there reads the indexes beside it. So that this is done only where it can matter, a
+save writes `shared.<save id>.json` into the directory of each save whose files its index names, before it publishes
+the index (`deletions.mark_shared_files`). The mark stays as long as a file that is named.
+
+A save and a deletion find each other as in `deletions`. The save writes the mark before it looks for the lock of a
+deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for the mark. A
+deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one, and so that
+save holds a lease on the checkpoint that it follows, whose index names the same files.
+
+Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file that it
+may name is deleted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from ..._core.format.files import parse_file_name
+from ..._inspect.deletion import NeededFiles
+from ...errors import CheckpointNotFound, TreeckptError
+from .checkpoint import read_index
+from .kept_files import has_readers
+from .store import Store, for_each
+
+Sharing = Mapping[str, Mapping[str, str] | None]
+"""Of each directory of a run the shards that its index names in other directories, with the names of these directories;
+None where the index could not be read, or was taken away from one that is still being read."""
+
+
+def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None = None) -> NeededFiles:
+    """Returns which files of a directory other checkpoints of its run need, or may need.
+
+    Args:
+        names: the files there.
+        sharing: what the other directories share; by default it is read.
+
+    Raises:
+        StoreError: the run could not be listed.
+    """
+    kinds = [(name, kind) for name in names if (kind := parse_file_name(name)) is not None]
+    marked = {kind.save_id for _, kind in kinds if kind.kind == "shared"}
+    shards = frozenset(name for name, kind in kinds if kind.kind == "shard" and kind.save_id in marked)
+    if not shards:
+        return NeededFiles()
+    if sharing is None:
+        others = folder.run().folders()
+        sharing = dict(zip([other.name for other in others], for_each(folder, _read_shared, others), strict=True))
+    found: dict[str, frozenset[str]] = {}
+    for other, shared in sharing.items():
+        if other != folder.name and shared:
+            found[other] = shards & {name for name, directory in shared.items() if directory == folder.name}
+    unread = tuple(sorted(other for other, shared in sharing.items() if shared is None and other != folder.name))
+    named = frozenset(name for needed in found.values() for name in needed)
+    by = tuple(sorted(other for other, needed in found.items() if needed))
+    return NeededFiles(shards if unread else named, by, unread)
+
+
+def _read_shared(folder: Store) -> Mapping[str, str] | None:
+    try:
+        return read_index(folder).shared_names
+    except CheckpointNotFound:
+        deleted = any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in folder.sizes())
+        # whoever reads it has opened it before its index was taken away
+        return None if deleted and has_readers(folder, time.time_ns()) else {}
+    except TreeckptError:
+        return None
