@@ -125,8 +125,7 @@ def save(
         base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
             are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
         verify_replicas: how what several ranks hold is compared: up to 64 KiB always as a whole; larger arrays by
-            samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not at all (False). Of an array that
-            differs where it is not compared, each part comes from one of the ranks that hold it.
+            samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not (False); any rank's is saved.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.
         max_shard_bytes: a rank starts another file after this many bytes of data, 1 or more; None writes one file.
         namespace: of optree's registry of node classes.

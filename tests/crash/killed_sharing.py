@@ -1,16 +1,12 @@
 """Actions on a run of checkpoints that share files, each killed at one effect after another; see test_sharing.
 
-Every action runs in a fork of this process, which has all imported. An audit hook there counts what changes the file
-system (files that are opened for writing, renamed, linked, removed) and kills the process before the effect of the
-given number. What is left is checked here.
+Every action runs in a fork of this process, which has all imported, see `effects`. What is left is checked here.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +15,13 @@ from typing import Any
 import numpy as np
 
 import treeckpt as tc
+from tests.crash.effects import killed_at
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._loading.flatten import flatten_store
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
 STEPS = 3
-CHANGES = ("os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir")
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -76,28 +72,6 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "clean": clean,
     "flatten": flatten,
 }
-
-
-def killed_at(action: Callable[[Path], None], run: Path, number: int) -> bool:
-    """Whether the process was killed; False where the action has fewer effects."""
-    pid = os.fork()
-    if pid == 0:
-        seen = 0
-
-        def count(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal seen
-            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            if event in CHANGES or writes:
-                if seen == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                seen += 1
-
-        sys.addaudithook(count)
-        try:
-            action(run)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def holds(run: Path, step: int) -> bool:
