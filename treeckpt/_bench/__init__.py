@@ -23,6 +23,7 @@ from .._report.terminal import fail, print_line
 from .results import (
     BenchError,
     FrameworkSummary,
+    IncrementalSummary,
     Machine,
     Trial,
     TrialSummary,
@@ -36,7 +37,8 @@ __all__ = ["Report", "main"]
 
 NAMES = ("gpt2", "tiny", "one")
 FRAMEWORKS = "frameworks"
-"""The scenario that is measured only if it is named."""
+INCREMENTAL = "incremental"
+"""These scenarios are measured only if they are named."""
 QUICK_SCALE, QUICK_REPETITIONS = 1 / 8, 2
 MARGIN = 1 << 30
 """Bytes of disk to leave free."""
@@ -52,6 +54,7 @@ class Report(msgspec.Struct, frozen=True):
     trials: Sequence[Trial]
     rows: Sequence[TrialSummary]
     frameworks: Sequence[FrameworkSummary] = ()
+    incremental: Sequence[IncrementalSummary] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "treeckpt bench", description="Measure saves and loads beside the disk's limits and other libraries."
     )
-    add_options(parser, (*NAMES, FRAMEWORKS))
+    add_options(parser, (*NAMES, FRAMEWORKS, INCREMENTAL))
     options = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
         fail("treeckpt bench compares with torch, which is not installed: pip install 'treeckpt[bench]'")
@@ -135,6 +138,7 @@ def run_in_directory(options: argparse.Namespace, work: Callable[[Path, TextIO],
 def _run(options: argparse.Namespace, directory: Path, output: TextIO) -> int:
     from .checkpointers import sync_checkpointers
     from .frameworks import run_frameworks
+    from .incremental import run_incremental
     from .measure import run_alone
     from .states import SCENARIOS, BenchTask, shapes_bytes
 
@@ -171,6 +175,7 @@ def _run(options: argparse.Namespace, directory: Path, output: TextIO) -> int:
         trials,
         summarize(trials),
         frameworks=measured,
+        incremental=run_incremental(directory, scale, repetitions) if INCREMENTAL in (options.only or ()) else (),
     )
     write_report(options.json, report, output)
     return 1 if failed else 0

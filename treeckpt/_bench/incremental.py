@@ -141,12 +141,12 @@ def run_incremental(directory: Path, scale: float, repetitions: int) -> list[Inc
     trained = state.trained_nbytes
     rows = [
         IncrementalSummary(
-            one.name,
-            len(saved[one.name]),
-            one.written(),
-            one.written() / trained,
-            median(saved[one.name]),
-            median(loaded[one.name]),
+            contender=one.name,
+            saves=len(saved[one.name]),
+            nbytes=one.written(),
+            per_trained=one.written() / trained,
+            save=median(saved[one.name]),
+            load=median(loaded[one.name]),
         )
         for one in contenders
     ]

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from .._core.text import bytes_text
 from .._io.process import usable_cpus
 from .._report.terminal import print_line, print_table
 
@@ -289,3 +290,33 @@ def print_frameworks(rows: Sequence[FrameworkSummary], missing: Sequence[str]) -
     print_table(columns, cells, right=columns[1:-1])
     if missing:
         print_line(f"not installed: {', '.join(missing)}", "dim")
+
+
+# incremental saves ----------------------------------------------------------------------------------------------------
+
+
+class IncrementalSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The saves of a contender of a state of which most is frozen: medians in seconds."""
+
+    contender: str
+    saves: int
+    nbytes: int
+    """Bytes of the files that the last save has written."""
+    per_trained: float
+    """These bytes as a multiple of those of the arrays that are trained."""
+    save: float
+    load: float
+
+
+def print_incremental(rows: Sequence[IncrementalSummary], trained: int) -> None:
+    """Prints a line for each contender."""
+    print_line("")
+    print_line(
+        f"incremental: frozen weights, and {bytes_text(trained)} that are trained; seconds and bytes of a save", "bold"
+    )
+    columns = ("contender", "written", "x trained", "save", "load")
+    cells = [
+        (row.contender, bytes_text(row.nbytes), f"{row.per_trained:.2f}x", f"{row.save:.3f}", f"{row.load:.3f}")
+        for row in rows
+    ]
+    print_table(columns, cells, right=columns[1:])

@@ -3,7 +3,6 @@
     config.checkpoint = TreeckptManager.Config(enable=True, interval=500, background=True)
     trainer = config.build()
     trainer.checkpointer.manager.save_on_signal()  # a `treeckpt.Manager`
-    trainer.train()
 
 It is written against torchtitan 0.3. A run goes on from its newest intact checkpoint on any mesh. torchtitan's data
 loader goes on with as many data-parallel ranks; `exclude_from_loading=["dataloader"]` starts it anew with others.
