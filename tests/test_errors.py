@@ -26,7 +26,7 @@ from tests.helpers.world import (
     small_tree,
     whole_tree,
 )
-from treeckpt._core.format.index import INDEX_NAME, VERSION
+from treeckpt._core.format.index import INDEX_NAME, SHARING_VERSION, VERSION
 
 
 class Unknown:
@@ -486,15 +486,17 @@ def test_shards_of_other_ranks_are_refused(saved: Path) -> None:
 
 
 def test_unknown_versions_are_refused_by_name(saved: Path) -> None:
-    reseal(saved, lambda document: document.update(version=VERSION + 1))
+    reseal(saved, lambda document: document.update(version=SHARING_VERSION + 1))
     error = load_fails(saved, tc.FormatError, name=INDEX_NAME)
-    assert f"index version {VERSION}" in error.expected and f"version {VERSION + 1}" in error.found
+    assert f"index version {VERSION}" in error.expected and f"version {SHARING_VERSION + 1}" in error.found
+    reseal(saved, lambda document: document.update(version=SHARING_VERSION))  # which needs references
+    load_fails(saved, tc.FormatError, name=INDEX_NAME)
     reseal(saved, lambda document: document.update(version=1, format="other"))
     load_fails(saved, tc.FormatError, name=INDEX_NAME)
     reseal(saved, lambda document: document.update(format="treeckpt"))
-    reseal_shard(shards_of(saved)[0], lambda header: header["__metadata__"].update(version="2"))
+    reseal_shard(shards_of(saved)[0], lambda header: header["__metadata__"].update(version="3"))
     error = load_fails(saved, tc.FormatError, name=shards_of(saved)[0].name)
-    assert "version 1" in error.expected and "version 2" in error.found
+    assert "version 1" in error.expected and "version 3" in error.found
 
 
 def test_unknown_fields_of_the_index_are_refused_by_name(saved: Path) -> None:

@@ -22,7 +22,7 @@ import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.helpers.corruption import flip
 from tests.helpers.large import write_large_checkpoint
-from tests.helpers.samples import gpt_state, write_checkpoint, write_mixed_run
+from tests.helpers.samples import FILES, gpt_state, write_checkpoint, write_mixed_run
 from treeckpt._cli.command import EXIT_CODES
 from treeckpt._cli.main import main, new_parser
 from treeckpt._cli.runs import LEFT_OUT_FIRST
@@ -329,9 +329,11 @@ def test_verify_of_a_run_prints_a_line_for_each_checkpoint_newest_first(cli, run
     assert [line.partition(":")[0] for line in lines[:4]] == [str(run / f"step_{step:08d}") for step in newest]
     assert "2 problems; shard-" in lines[0] and "1 problem; index.json: " in lines[1]
     assert lines[2].endswith(": intact") and lines[3].endswith(": intact")
-    assert lines[4] == "not verified, as they have no index: step_00000400, step_00000300"
-    assert lines[5].startswith("  step_00000400: no index: the save failed: ")
-    assert f"treeckpt verify {run / 'step_00000300'} --repair" in lines[6] and len(lines) == 7
+    copies = [f"  {name}, a copy of the file that was saved, is missing: a clean-up makes it again" for name in FILES]
+    assert lines[4:6] == copies, "the run was written without them"
+    assert lines[6] == "not verified, as they have no index: step_00000400, step_00000300"
+    assert lines[7].startswith("  step_00000400: no index: the save failed: ")
+    assert f"treeckpt verify {run / 'step_00000300'} --repair" in lines[8] and len(lines) == 9
     found = json.loads(cli("verify", "--json", run, code=1))
     assert [one["ok"] for one in found[:4]] == [False, False, True, True]
     assert [one["report"]["path"] for one in found[:4]] == [str(run / f"step_{step:08d}") for step in newest]

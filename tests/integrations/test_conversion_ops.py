@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from treeckpt.integrations.transformers import RECORDED, NamedArray, RecordedOperation, RuleRecorder
+from treeckpt.integrations.transformers._hub_names import RECORDED, NamedArray, RecordedOperation, RuleRecorder
 
 
 def _operation(name: str, *args: Any, **options: Any) -> Any:

@@ -284,10 +284,10 @@ def test_a_rank_that_fails_to_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     store, real = MemoryStore(), agree.compute_plan
 
-    def compute_plan(key: str, tree: Any, rank: int, limit: int) -> Any:
+    def compute_plan(key: str, tree: Any, rank: int, *rest: Any) -> Any:
         if rank == 2:
             raise MemoryError("no memory for a plan")
-        return real(key, tree, rank, limit)
+        return real(key, tree, rank, *rest)
 
     monkeypatch.setattr(agree, "compute_plan", compute_plan)
     for error in errors_of(on_ranks(WORLD, lambda c: save(store, c, 1))):

@@ -114,7 +114,9 @@ def decode_index(data: bytes, name: str = INDEX_NAME) -> Index:
         )
     index = _decode_body(bytes(document.index), name)
     if (index.references is not None) != (document.version == SHARING_VERSION):
-        raise FormatError(name, expected=f"the version of such an index, {VERSION}", found=f"{document.version}")
+        expected = f"version {VERSION}, or {SHARING_VERSION} with references"
+        hint = "The file was changed after it was written; try treeckpt verify --repair"
+        raise FormatError(name, expected=expected, found=f"version {document.version}", hint=hint)
     return index
 
 
