@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers.background import until
 
+expect = pytest.importorskip("playwright.sync_api").expect
+
 WIDE = {"width": 1280, "height": 900}
 """The size of a page at first."""
 SCHEMES = ["light", pytest.param("dark", marks=pytest.mark.slow)]
@@ -96,3 +98,13 @@ def _threads():
             except OSError:
                 continue
     return found
+
+
+def at_the_end(chart, text, shown):
+    """Goes to the end of a chart by its key, again where the chart was drawn anew meanwhile, until a text is shown."""
+    deadline = time.monotonic() + 60
+    while shown not in (text.text_content() or "") and time.monotonic() < deadline:
+        chart.focus()
+        chart.press("End")
+        chart.page.wait_for_timeout(100)
+    expect(text).to_contain_text(shown)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.browser.helpers import OwnTime
+from tests.browser.helpers import OwnTime, at_the_end
 from tests.dashboard.helpers import under_way
 from tests.helpers.dozen_runs import NAN_INDEX, NAN_LEAF, NAN_STEP, SLOW_SINCE, STEPS, write_dozen
 from tests.helpers.killed_saves import leave_killed
@@ -38,7 +38,8 @@ class Person:
         self.page, self.clicks = page, 0
 
     def click(self, *found, **how):
-        """Clicks a locator, or what has a role and a name."""
+        """Clicks a locator, or what has a role and a name, once the scripts of the page have run."""
+        self.page.wait_for_load_state("load")
         (found[0] if len(found) == 1 else self.page.get_by_role(found[0], name=found[1], **how).first).click()
         self.clicks += 1
 
@@ -185,9 +186,9 @@ def test_steps_are_seen_by_time(person):
     expect(person.page.locator("#phases-legend")).to_contain_text("fsync")  # the charts are drawn
     person.click("button", "by time")
     expect(person.page).to_have_url(re.compile("along=time"))
-    person.page.get_by_role("img", name=re.compile("^Duration by step")).focus()
-    person.page.keyboard.press("End")
-    person.see("step 60", "2025-06-15 16:06:40 UTC", at=person.page.locator("#trends-text"))
+    chart = person.page.get_by_role("img", name=re.compile("^Duration by step"))
+    at_the_end(chart, person.page.locator("#trends-text"), "step 60")
+    person.see("2025-06-15 16:06:40 UTC", at=person.page.locator("#trends-text"))
 
 
 def test_which_rows_of_a_leaf_lie_in_which_file_and_on_which_rank(person, runs):
@@ -334,6 +335,7 @@ def executed(code):
 def test_the_link_of_a_view_opens_the_same_view(person, new_page):
     person.go_to("wte.weight mesh")
     person.click("button", "by file")
+    expect(person.page.get_by_role("button", name="by file")).to_have_attribute("aria-pressed", "true")
     link = person.copied(person.page.get_by_role("button", name="Copy link"))
     other = new_page()
     other.goto(link)
@@ -350,9 +352,9 @@ def test_a_leaf_among_20000_is_found(person):
 
 def test_a_save_under_way_is_shown_beside_a_killed_one(person, runs):
     person.click("link", "Live")
-    expect(person.page.get_by_text("It hangs or was killed")).to_be_visible()
+    expect(person.page.get_by_text("It hangs or was killed").first).to_be_visible()
     under_way(runs["killed"] / "step_00000400", [(750, "write")], world=1)
-    saves = person.page.locator(".saving")
+    saves = person.page.locator(".saving").filter(has=person.page.get_by_role("link", name="killed", exact=True))
     expect(saves).to_have_count(2)
     person.see("750 B", "of 1 kB", at=saves.first)
     expect(saves.first).not_to_contain_text("It hangs")

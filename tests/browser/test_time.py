@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 import treeckpt as tc
-from tests.browser.helpers import SCHEMES, expect_colours, expect_phone_width
+from tests.browser.helpers import SCHEMES, at_the_end, expect_colours, expect_phone_width
 from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import write_timed
 from tests.helpers.samples import START_NS, write_checkpoint
@@ -198,9 +198,8 @@ def trends(watched, trending):
 def test_phases_and_ranks_of_all_saves_are_walked_by_keys_and_lead_to_a_save(trends):
     trends.get_by_role("button", name="logarithmic").click()  # phases apart, not one on the other
     expect(trends).to_have_url(re.compile("axis=log"))
-    trends.locator("#phases-chart").focus()
-    trends.keyboard.press("End")
-    expect(trends.locator("#phases-text")).to_contain_text("step 60: 840 ms · fsync 800 ms · write 40 ms")
+    shown = "step 60: 840 ms · fsync 800 ms · write 40 ms"
+    at_the_end(trends.locator("#phases-chart"), trends.locator("#phases-text"), shown)
     trends.locator("#ranks-canvas").focus()
     for key in ("Home", "ArrowRight", "ArrowRight", *["ArrowDown"] * 11):
         trends.keyboard.press(key)
