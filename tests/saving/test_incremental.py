@@ -17,6 +17,7 @@ from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nby
 from tests.helpers.world import on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt._saving.incremental import KnownFiles
 
@@ -252,3 +253,11 @@ def test_a_tree_that_grows_goes_on_to_share_what_is_frozen(shared: tuple[Path, d
     assert report.shared_nbytes == FROZEN * NBYTES and torch.equal(
         tc.load(tmp_path / "3")["vocabulary"], torch.zeros(10)
     )
+
+
+def test_what_has_stayed_in_other_trees_says_nothing_about_these(tmp_path: Path) -> None:
+    for step, name in enumerate("aaab"):
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        tc.save(tmp_path / f"{step}", {name: np.arange(100_000)}, **base)
+    stayed = [tc.inspect(tmp_path / f"{step}").references for step in (2, 3)]
+    assert [decode_runs(one.stayed).tolist() for one in stayed if one is not None] == [[2], [1]]

@@ -583,7 +583,7 @@ class _Agreement:
                 self.replaced,
                 sidecars=listed,
                 references=self._references(plan),
-                before=self.base.references if self.base is not None else None,
+                before=self.base.of_trees(self.decision.key) if self.base is not None else None,
             )
         info = SaveInfo(
             rank, self.comm.size, self.decision.save_id, self.decision.created_ns, self.options.common, content

@@ -56,6 +56,10 @@ class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     full: bool = False
     """Whether the save takes nothing from it; it still says which arrays have stayed the same."""
 
+    def of_trees(self, key: str) -> References | None:
+        """Returns what it says about the arrays of trees with a digest; None if it is of other trees."""
+        return self.references if self.references.key == key else None
+
 
 class KnownFile(msgspec.Struct, frozen=True):
     """A file of a rank in the checkpoint that was saved or read last."""
@@ -121,10 +125,12 @@ def read_base(
 
 
 def _read_base(folder: Store, save_id: str, store: Store, kept: KnownFiles | None) -> BaseCheckpoint | None:
-    if kept is not None and kept.references is not None and folder.name != store.name and _is_kept(folder, kept):
+    if folder.name == store.name:
+        return None
+    if kept is not None and kept.references is not None and save_id in ("", kept.save_id) and _is_kept(folder, kept):
         return BaseCheckpoint(folder.name, kept.save_id, kept.references)
     index = read_index(folder)
-    if index.references is None or index.disks or save_id not in ("", index.save_id) or folder.name == store.name:
+    if index.references is None or index.disks or save_id not in ("", index.save_id):
         return None
     if index.shared_names:
         sizes = with_shared_files(folder, index).sizes()
@@ -155,11 +161,11 @@ def plan_groups(
     Args:
         key: the digest of the trees.
         arrays: those of the tree.
-        base: the checkpoint before; that of other trees says nothing about the arrays of these.
+        base: the checkpoint before.
     """
     specs = (tree.leaves[number].spec for number, _ in arrays)
     frozen = [spec is not None and spec.kind == "parameter" and not spec.requires_grad for spec in specs]
-    before = base.references if base is not None and base.references.key == key else None
+    before = base.of_trees(key) if base is not None else None
     return group_arrays([array.nbytes for _, array in arrays], frozen, tree.world, before)
 
 
