@@ -13,17 +13,18 @@ import msgspec
 
 from .._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from .._core.format.records import File, Index, file_table
-from .._core.format.shard_header import BLOCK, ShardHeader, encode_header, hash_block, shard_name, with_hashes
+from .._core.format.shard_header import encode_header, shard_name, with_hashes
 from .._io.process import this_process
 from .._io.storage.checkpoint import Checkpoint, header_here, replaced_meanwhile
 from .._io.storage.deletions import hold_for_repair, index_state
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.memory import aligned_buffer
-from .._io.storage.shard_reader import read_header
+from .._io.storage.shard_reader import check_blocks, read_header
 from .._io.storage.store import Store
-from ..errors import CheckpointError, CorruptError
+from ..errors import CheckpointError
 
 COPIED_NBYTES = 8 << 20
+"""Bytes that are copied at a time, at most, unless a block has more."""
 
 
 def flatten_store(store: Store) -> list[str]:
@@ -73,17 +74,18 @@ def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> 
     store, place = checkpoint.store, checkpoint.place
     _, header = read_header(store, file.name, file_size=checkpoint.sizes.get(file.name))
     header = header_here(index, file, header)
-    head = encode_header(header)
+    head, shard = encode_header(header), checkpoint.shard(file)
+    step = max(COPIED_NBYTES // header.block, 1) * header.block
     temporary = f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp" if place.traits.renames else name
     writer = place.create(temporary, len(head) + file.nbytes)
     try:
         first = aligned_buffer(len(head))
         first[:] = with_hashes(head, header.hashes)
         writer.write(0, first)
-        for start in range(0, file.nbytes, COPIED_NBYTES):
-            part = aligned_buffer(min(COPIED_NBYTES, file.nbytes - start))  # an upload may be sending the one before
+        for start in range(0, file.nbytes, step):
+            part = aligned_buffer(min(step, file.nbytes - start))  # an upload may be sending the one before
             store.read_into(file.name, file.header + start, part)
-            _compare(header, start, part, f"{store.url}/../{file.directory}/{file.name}")
+            check_blocks(store, shard, start, part)
             writer.write(len(head) + start, part)
         writer.commit()
     except BaseException:
@@ -93,13 +95,3 @@ def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> 
         place.rename(temporary, name, replace=True)
         place.sync()
     return len(head)
-
-
-def _compare(header: ShardHeader, start: int, data: memoryview, url: str) -> None:
-    """Raises CorruptError for a block that differs from its checksum."""
-    if header.block != BLOCK:
-        raise CorruptError(url, expected=f"blocks of {BLOCK} bytes", found=f"{header.block}")
-    for low in range(0, len(data), BLOCK):
-        if hash_block(data[low : low + BLOCK]) != header.hashes[(start + low) // BLOCK]:
-            found = f"other bytes in {start + low}:{start + min(low + BLOCK, len(data))} of the data"
-            raise CorruptError(url, expected="content with the checksum that was written", found=found)

@@ -183,7 +183,7 @@ def check_full_every(given: int | None, *, incremental: bool) -> int | None:
         return 0 if incremental else None
     if isinstance(given, bool) or not isinstance(given, int) or given < 1 or not incremental:
         expected, found = "a number of saves, 1 or more, beside incremental=True", f"{given!r:.60}"
-        raise TreeckptError("full_every", expected=expected, found=found + "" if incremental else f"{found} alone")
+        raise TreeckptError("full_every", expected=expected, found=found if incremental else f"{found} alone")
     return given
 
 
