@@ -91,8 +91,9 @@ function draw(data) {
     order.sort((a, b) => (place(a) ?? 0) - (place(b) ?? 0));
     const line = { label: MEASURES[measure][0], colour: "--c0", values: order.map((at) => values()[at]) };
     const steps = order.map((at) => place(at) ?? 0);
-    show({ steps, lines: [line], text: orDash, free: true, whole: measure === "bad", time, low, high });
+    const ids = order.map((at) => data.ids[at]);
     tell(null);
+    show({ steps, ids, lines: [line], text: orDash, free: true, whole: measure === "bad", time, low, high });
   }
   buttonGroup("data-measure", (chosen) => {
     measure = chosen;

@@ -137,7 +137,8 @@ const charts = holders.map((holder, number) => {
     }
     const [log, time] = [isLog(), byTime()];
     const text = (/** @type {number} */ n) => figure(n, 5);
-    draw({ steps: places, lines: drawn, text, free: true, log, time, marks, low: null, high: null });
+    const ids = places.map((place) => `${place}`);
+    draw({ steps: places, ids, lines: drawn, text, free: true, log, time, marks, low: null, high: null });
   };
 });
 

@@ -156,13 +156,13 @@ function wholeNumbers(low, high, step) {
  * which begins at zero unless `free` or `log`. With `time` the steps are Unix times in seconds. A `faint` line stands
  * behind the others, a `wide` one is seen beside one that lies on it; of several lines that lie on each other, `turn`
  * [n, of] is drawn in every n-th of so many dashes. The colour of a phase is its `paint`. `marks` are the values that
- * are no finite numbers, by save; `whole` is an axis of whole numbers.
+ * are no finite numbers, by save; `whole` is an axis of whole numbers. A save has one name of `ids` on every axis.
  * @typedef {{
  *   label: string, colour: string, values: (number | null | undefined)[], dash?: boolean, faint?: boolean,
  *   wide?: boolean, paint?: number, turn?: [number, number] | null,
  * }} Line
  * @typedef {{
- *   steps: number[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean, max?: number,
+ *   steps: number[], ids: string[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean, max?: number,
  *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
  *   low: number | null, high: number | null,
  * }} Shown
@@ -269,8 +269,11 @@ function seriesOf({ steps, stacked }, line) {
   };
 }
 
-/** @param {HTMLElement} holder @param {number} height @param {Shown} shown @param {Asked} asked */
-function createLines(holder, height, shown, asked) {
+/**
+ * @param {HTMLElement} holder @param {number} height @param {Shown} shown @param {Asked} asked
+ * @param {number} at the save under the cursor, -1 for none
+ */
+function createLines(holder, height, shown, asked, at) {
   const axis = axisStyle();
   // values that are not positive have no place on a logarithmic axis
   const values = shown.lines.map((line) =>
@@ -308,6 +311,7 @@ function createLines(holder, height, shown, asked) {
       series: [{ label: "step" }, ...shown.lines.map((line) => seriesOf(shown, line))],
       hooks: {
         draw: [(u) => drawMarks(u, shown)],
+        ready: [(u) => at >= 0 && pointAt(u, shown.steps[at])],
         setCursor: [(u) => asked.tell(u.cursor.idx ?? null)],
         setSelect: [
           (u) => {
@@ -333,16 +337,19 @@ function createLines(holder, height, shown, asked) {
   };
 }
 
+/** Puts the cursor on a place of the horizontal axis. @param {uPlot} u @param {number} place */
+const pointAt = (u, place) => u.setCursor({ left: u.valToPos(place, "x"), top: 20 });
+
 /**
- * Returns what shows other lines in a holder, which gets the keys.
+ * Returns what shows other lines in a holder, which gets the keys. The cursor stays on its save.
  * @param {HTMLElement} holder @param {number} height @param {Asked} asked
  * @returns {(shown: Shown) => void}
  */
 export function stepChart(holder, height, asked) {
   /** @type {{ plot: uPlot, destroy: () => void } | null} */
   let chart = null;
-  /** @type {number[]} */
-  let steps = [];
+  /** @type {Pick<Shown, "steps" | "ids">} */
+  let { steps, ids } = { steps: [], ids: [] };
   let from = 0;
   holder.addEventListener("pointerdown", (event) => {
     from = event.clientX;
@@ -366,12 +373,13 @@ export function stepChart(holder, height, asked) {
     if (event.key === "Enter" && at !== null) asked.open(at);
     if (!(event.key in places)) return;
     event.preventDefault();
-    plot.setCursor({ left: plot.valToPos(steps[places[event.key]], "x"), top: 20 });
+    pointAt(plot, steps[places[event.key]]);
   });
   return (shown) => {
+    const at = shown.ids.indexOf(ids[chart?.plot.cursor.idx ?? -1]);
     chart?.destroy();
-    steps = shown.steps;
-    chart = createLines(holder, height, shown, asked);
+    ({ steps, ids } = shown);
+    chart = createLines(holder, height, shown, asked, at);
   };
 }
 

@@ -170,7 +170,8 @@ function lineCharts() {
     charts = holders.map((holder) => contents(data, holder));
     order = ordered(data);
     const steps = order.map((n) => places(data)[n] ?? 0);
-    const common = { steps, log: isLog(), time: byTime(), ...shownRange(data) };
+    const ids = order.map((n) => data.ids[n]);
+    const common = { steps, ids, log: isLog(), time: byTime(), ...shownRange(data) };
     const faint = { label: "abandoned branches", colour: "--dim", values: [], faint: true };
     draws.forEach((draw, n) => {
       const { words, lines } = charts[n];
@@ -218,7 +219,8 @@ function phaseChart() {
     bins = shown;
     const [log, time, apart] = [isLog(), byTime(), phaseLines(bins)];
     const steps = places(bins).map((place) => place ?? 0);
-    draw({ steps, lines: log ? apart : sums(apart), text: secondsText, stacked: !log, log, time, ...shownRange(bins) });
+    const axes = { text: secondsText, stacked: !log, log, time, ...shownRange(bins) };
+    draw({ steps, ids: bins.ids, lines: log ? apart : sums(apart), ...axes });
     namePhases(
       find("#phases-legend"),
       apart.map(({ label, paint }) => ({ name: label, paint })),

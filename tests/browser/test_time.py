@@ -305,6 +305,9 @@ def test_trends_by_time_have_the_abandoned_branch_apart_and_mark_what_is_no_numb
     expect(told).to_contain_text("step 8 · abandoned branch")
     page.keyboard.press("End")
     expect(told).to_contain_text("loss NaN")
+    page.get_by_role("button", name="by step").click()
+    expect(page).not_to_have_url(re.compile("along=time"))
+    expect(told).to_contain_text("loss NaN")  # the cursor stays on its save
     expect_colours(page, "[data-metric] canvas", 4)
 
 
@@ -317,9 +320,15 @@ def test_trends_take_in_a_save_that_is_made_while_they_are_open(watched, serve, 
         expect(page.locator("#bins-about")).to_have_text("1 save")
         expect(page.get_by_role("img", name=re.compile("^loss"))).to_be_visible()
         page.evaluate("window.kept = true")
+        page.get_by_role("img", name=re.compile("^loss")).focus()
+        page.keyboard.press("End")
+        expect(page.locator("#trends-text")).to_contain_text("step 1")
         manager.save(2, {"x": 2}, metrics={"loss": 0.5})
         expect(page.locator("#bins-about")).to_have_text("2 saves")
         expect(page.get_by_role("region", name="Steps", exact=True).get_by_role("link", name="step 2")).to_be_visible()
+        expect(page.locator("#trends-text")).to_contain_text("step 1")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#trends-text")).to_contain_text("step 2")
         assert page.evaluate("window.kept"), "nothing was loaded again but what has changed"
     as_of = page.locator("[data-as-of]")
     expect(as_of).to_have_text(re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$"))
