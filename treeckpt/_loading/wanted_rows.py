@@ -1,0 +1,350 @@
+"""Which rows of a saved table are wanted, and reads of some of its rows.
+
+Of a table that was saved as deltas, see `format.table_deltas`, a row counts unless a later delta has its id, or deletes
+it. The ids of the deltas are sorted, and found among the whole rows inside of their buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, TargetPiece, raw_dtype
+from .._arrays.table_columns import SelectedRowsWriter
+from .._core.format.records import Leaf
+from .._core.format.table_deltas import TablePart, parts_of
+from .._core.planning.load_plan import READ_GAP
+from .._core.sharding.region import Region
+from .._core.tree.keyed_table import buckets_of, check_partition
+from .._core.tree.spec import TableSpec
+from .._core.tree.structure import TABLE_KEYS
+from ..errors import FormatError, LayoutError, MismatchError
+
+if TYPE_CHECKING:
+    from .match import Load
+
+SCANNED_ROWS = 1 << 20
+"""The rows of a table up to which all are compared with the ids of its deltas; in more rows these are searched."""
+NO_ROW = -1
+"""The number in the place of that of a row, for an id that a delta deletes."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The wanted rows of a table."""
+
+    spec: TableSpec
+    saved: int
+    """The number of rows in the checkpoint."""
+    start: int
+    count: int
+    picked: np.ndarray | None = None
+    """The numbers of the wanted rows, where they are not `start:start + count`."""
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Which row of a saved slot goes to which row of a table."""
+
+    rows: np.ndarray
+    """The rising numbers of the saved rows that are read."""
+    places: np.ndarray | None = None
+    """The row of the table that each is for; None where they follow each other."""
+    missing: Sequence[int] | np.ndarray = ()
+    """The ids of the table of which no row was saved."""
+
+
+def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
+    """Reads the ids of some rows of a table."""
+    ids = np.empty(rows.count, np.int64)
+    memory = HostArray(ids.view(raw_dtype(8)))
+    if rows.picked is None:
+        read_now(job, leaf, path, Region((rows.start,), (rows.count,)), memory)
+    else:
+        read_now(job, leaf, path, Region((0,), (rows.saved,)), SelectedRowsWriter(memory, rows.picked))
+    return ids
+
+
+def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
+    """Finds the rows that have given ids."""
+    order = np.argsort(theirs)
+    places = np.searchsorted(theirs, ids, sorter=order)
+    places = order[np.minimum(places, len(theirs) - 1)] if len(theirs) else places
+    there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
+    numbers = places[there] + rows.start if rows.picked is None else rows.picked[places[there]]
+    # rising numbers of rows, so that rows that lie near each other are read together
+    turn = np.argsort(numbers)
+    return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
+
+
+def all_rows(job: Load, ids: Leaf, path: str) -> Rows:
+    """Returns all rows of the table with these ids."""
+    saved = job.index.tables[ids.number]
+    return find_rows(job, saved, (0, saved.buckets), path, ids)
+
+
+def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter) -> None:
+    """Reads a part of an array at once, because what else is read depends on it."""
+    read_pieces_now(job, leaf, path, [TargetPiece(region, into)])
+
+
+def read_pieces_now(job: Load, leaf: Leaf, path: str, pieces: Sequence[TargetPiece]) -> None:
+    """Reads parts of an array at once."""
+    saved = leaf.spec
+    assert saved is not None, "arrays only are read"
+    if saved.dtype != "int64":
+        raise FormatError(path, expected="an array of int64", found=saved.dtype)
+    job.claims.take(path, leaf)
+    before = job.new_batch()
+    before.add_target(path, leaf, ArrayTarget(saved, None, pieces))
+    job.run_now(before)
+
+
+def row_pieces(writer: ArrayWriter, joined: Join, row: tuple[int, ...], row_nbytes: int) -> list[TargetPiece]:
+    """Returns pieces that write rows of a saved array to their places: rows that lie near each other in one piece.
+
+    Args:
+        row: the shape of a row.
+        row_nbytes: its size in the file.
+    """
+    rows, places = joined.rows, joined.places
+    far = max(1, READ_GAP // max(1, row_nbytes))
+    borders = [0, *(np.flatnonzero(np.diff(rows) > far) + 1).tolist(), len(rows)] if len(rows) else [0]
+    if len(borders) > 2 and places is None:
+        places = np.arange(len(rows))
+    pieces: list[TargetPiece] = []
+    for start, stop in itertools.pairwise(borders):
+        low, high = int(rows[start]), int(rows[stop - 1]) + 1
+        there = None if places is None else places[start:stop]
+        selected = SelectedRowsWriter(writer, rows[start:stop] - low, there)
+        region = Region((low, *(0 for _ in row)), (high - low, *row))
+        pieces.append(TargetPiece(region, selected))
+    return pieces
+
+
+def _read_numbers(job: Load, leaf: Leaf, path: str, positions: np.ndarray) -> np.ndarray:
+    """Reads elements of a saved array of int64, at rising positions."""
+    numbers = np.empty(len(positions), np.int64)
+    memory = HostArray(numbers.view(raw_dtype(8)))
+    read_pieces_now(job, leaf, path, row_pieces(memory, Join(positions), (), 8))
+    return numbers
+
+
+def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
+    """Returns the saved rows of chosen ids, each with its place among these, and the ids that the table lacks.
+
+    Raises:
+        FormatError: the first rows of the buckets are no rows of the table.
+    """
+    # all slots of a table ask for the same rows
+    known = job.chosen_rows.get((ids.number, path))
+    if known is not None:
+        return known
+    assert ids.spec is not None, "ids are an array"
+    saved, count = job.index.tables[ids.number], ids.spec.shape[0]
+    buckets = None
+    try:
+        check_partition(saved)
+        buckets = np.unique(buckets_of(chosen, saved).astype(np.int64))
+    except LayoutError:  # of a later version: where an id belongs is not known
+        pass
+
+    def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns numbers of rows between two that may have the ids, and their ids."""
+        if buckets is None:
+            rows = np.arange(start, stop)
+        else:
+            rows = start + _rows_of_buckets(job, offsets, _offsets_path(path), buckets, stop - start)
+        return rows, _read_numbers(job, column, path, rows)
+
+    parts = parts_of(job.index, ids)
+    if not parts:
+        rows, theirs = read(ids, job.index.entries[ids.number + 1], 0, count)
+    else:
+        events: list[tuple[np.ndarray, np.ndarray]] = []
+        for part in parts:
+            if part.deleted is not None and part.deleted_offsets is not None:
+                _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
+                events.append((np.full(len(gone), NO_ROW), gone))
+            events.append(read(ids, part.offsets, part.start, part.stop))
+        theirs, rows = _last_of_each(events)
+        theirs, rows = theirs[rows >= 0], rows[rows >= 0]
+        turn = np.argsort(rows)
+        theirs, rows = theirs[turn], rows[turn]
+    joined = join(chosen, theirs, Rows(saved, count, 0, len(rows), rows))
+    job.chosen_rows[ids.number, path] = joined
+    return joined
+
+
+def _count(leaf: Leaf) -> int:
+    assert leaf.spec is not None, "ids are an array"
+    return leaf.spec.shape[0]
+
+
+def _rows_of_buckets(job: Load, offsets: Leaf, path: str, buckets: np.ndarray, count: int) -> np.ndarray:
+    """Returns the numbers of the rows in rising buckets of a table of `count` rows."""
+    if offsets.spec is None or len(offsets.spec.shape) != 1 or (buckets >= offsets.spec.shape[0]).any():
+        raise FormatError(path, expected="the first rows of the table's buckets", found="none")
+    last = offsets.spec.shape[0]
+    borders = np.union1d(buckets, buckets + 1)
+    firsts = _read_numbers(job, offsets, path, borders[borders < last])
+    if borders.size and borders[-1] == last:
+        firsts = np.append(firsts, count)
+    lows, highs = (firsts[np.searchsorted(borders, wanted)] for wanted in (buckets, buckets + 1))
+    ends = np.append(lows, count)
+    if (lows < 0).any() or (highs < lows).any() or (highs > ends[1:]).any():
+        raise FormatError(path, expected=f"rising numbers up to {count}", found=f"{lows[:5]} to {highs[:5]}")
+    if not len(buckets):
+        return np.empty(0, np.int64)
+    return np.concatenate([np.arange(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)])
+
+
+def find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
+    """Returns the rows of a table in a range of buckets, of any partition.
+
+    Args:
+        path, leaf: of its ids.
+
+    Raises:
+        MismatchError: there is no table.
+        FormatError: the first rows of the buckets are no rows of the table.
+    """
+    saved = job.index.tables.get(leaf.number)
+    if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
+        raise MismatchError(
+            path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
+        )
+    if parts := parts_of(job.index, leaf):
+        key = leaf.number, spec, owned
+        if key not in job.table_rows:
+            job.table_rows[key] = _rows_of_parts(job, spec, owned, path, leaf, parts)
+        return job.table_rows[key]
+    rows = leaf.spec.shape[0]
+    if saved != spec:
+        # ids are classified while they are read: only a bit for each row is kept
+        chosen = _Chosen(rows, spec, owned)
+        read_now(job, leaf, path, Region((0,), (rows,)), chosen)
+        picked = np.flatnonzero(chosen.mask)
+        return Rows(spec, rows, 0, len(picked), picked)
+    offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
+    low, high = _rows_between(job, offsets, _offsets_path(path), saved, owned, rows)
+    return Rows(saved, rows, low, high - low)
+
+
+class _Chosen:
+    """Finds, while ids are read, which of them are in a range of buckets."""
+
+    def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
+        self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
+
+    def write(self, box: Box, data: np.ndarray) -> None:
+        buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
+        self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
+
+
+def _offsets_path(ids_path: str) -> str:
+    return ids_path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1]
+
+
+def _rows_between(
+    job: Load, offsets: Leaf, path: str, saved: TableSpec, owned: tuple[int, int], rows: int
+) -> tuple[int, int]:
+    """Returns the first row in a range of the saved buckets, and the one after the last."""
+    start, stop = owned
+    if owned == (0, saved.buckets):
+        return 0, rows
+    if start == stop:
+        return 0, 0
+    firsts = _first_rows(job, offsets, path, saved, (start, min(stop + 1, saved.buckets)))
+    low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
+    if not 0 <= low <= high <= rows:
+        raise FormatError(path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
+    return low, high
+
+
+def _first_rows(job: Load, offsets: Leaf, path: str, saved: TableSpec, buckets: tuple[int, int]) -> np.ndarray:
+    """Reads the first rows of a range of buckets: int64[n]."""
+    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
+        raise FormatError(path, expected=f"the first rows of {saved.buckets} buckets", found="none")
+    start, stop = buckets
+    firsts = np.empty(stop - start, np.int64)
+    read_now(job, offsets, path, Region((start,), firsts.shape), HostArray(firsts.view(raw_dtype(8))))
+    return firsts
+
+
+# tables that were saved as deltas ---------------------------------------------------------------------------------
+
+
+def _rows_of_parts(
+    job: Load, spec: TableSpec, owned: tuple[int, int], path: str, ids: Leaf, parts: Sequence[TablePart]
+) -> Rows:
+    """As `find_rows`, of a table with deltas."""
+    saved = job.index.tables[ids.number]
+    between = owned if saved == spec else (0, saved.buckets)
+
+    def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the rows between two that are in the buckets, and their ids."""
+        low, high = _rows_between(job, offsets, _offsets_path(path), saved, between, stop - start)
+        found = np.empty(high - low, np.int64)
+        if len(found):
+            memory = HostArray(found.view(raw_dtype(8)))
+            read_now(job, column, path, Region((start + low,), found.shape), memory)
+        return np.arange(start + low, start + high), found
+
+    whole = parts[0]
+    rows, of_rows = read(ids, whole.offsets, whole.start, whole.stop)
+    events: list[tuple[np.ndarray, np.ndarray]] = []
+    for part in parts[1:]:
+        assert part.deleted is not None and part.deleted_offsets is not None, "a delta has them"
+        _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
+        events.append((np.full(len(gone), NO_ROW), gone))
+        events.append(read(ids, part.offsets, part.start, part.stop))
+    later, last = _last_of_each(events)
+    stays = np.ones(len(rows), bool)
+    if len(rows) <= SCANNED_ROWS or not _is_known(saved):
+        stays = ~np.isin(of_rows, later)
+    else:
+        firsts = _first_rows(job, whole.offsets, _offsets_path(path), saved, between)
+        first = int(firsts[0]) if len(firsts) else 0
+        stays[_search(of_rows, np.append(firsts - first, len(rows)), later, saved, between[0])] = False
+    picked = np.concatenate([rows[stays], np.sort(last[last >= 0])])
+    if saved != spec:
+        of_picked = np.concatenate([of_rows[stays], later[last >= 0][np.argsort(last[last >= 0])]])
+        buckets = buckets_of(of_picked, spec)
+        picked = picked[(buckets >= owned[0]) & (buckets < owned[1])]
+    return Rows(spec, _count(ids), 0, len(picked), picked)
+
+
+def _is_known(saved: TableSpec) -> bool:
+    """Whether this version can compute a partition."""
+    try:
+        check_partition(saved)
+    except LayoutError:
+        return False
+    return True
+
+
+def _last_of_each(events: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each id once, rising, and the last number that it has; events are numbers and their ids."""
+    numbers, ids = (np.concatenate([np.empty(0, np.int64), *column]) for column in zip(*events, strict=True))
+    found, first = np.unique(ids[::-1], return_index=True)
+    return found, numbers[::-1][first]
+
+
+def _search(ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int) -> np.ndarray:
+    """Returns the positions of wanted ids, of those that are there, among ids in the order of a table.
+
+    Args:
+        firsts: the first position of each bucket from `start` on, and the end.
+    """
+    bucket = buckets_of(wanted, saved).astype(np.int64) - start
+    low, end = firsts[bucket], firsts[bucket + 1]
+    high, unsigned, target = end, ids.view(np.uint64), wanted.view(np.uint64)
+    for _ in range(int((end - low).max(initial=0)).bit_length()):
+        middle = np.minimum((low + high) >> 1, len(ids) - 1)
+        less = (low < high) & (unsigned[middle] < target)
+        low, high = np.where(less, middle + 1, low), np.where(less, high, np.maximum(middle, low))
+    at = np.minimum(low, len(ids) - 1)
+    return at[(low < end) & (unsigned[at] == target)]
