@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from .._arrays.base import ArrayTarget, raw_dtype
+from .._arrays.base import ArrayTarget, TargetPiece, raw_dtype
 from .._arrays.registry import abstract_of, source_of
 from .._arrays.table_columns import check_order, read_ids
 from .._core.format.records import Leaf
@@ -52,7 +52,19 @@ from ..rules._assemble import constant_write
 from ..rules._composed_array import Constant
 from ..rules._view import ComposedLeaf
 from .plan import LeafPlaceholder
-from .wanted_rows import Join, Rows, all_rows, find_chosen, find_rows, ids_of, join, row_pieces
+from .wanted_rows import (
+    Join,
+    Patch,
+    Rows,
+    all_rows,
+    find_chosen,
+    find_rows,
+    first_rows,
+    ids_of,
+    join,
+    rising,
+    row_pieces,
+)
 
 if TYPE_CHECKING:
     from .match import Load
@@ -191,6 +203,8 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
         given = GivenRows(giver, leaf, joined, _with_rows(wanted, leaf))
         return _joined(job, [given], path, joined.missing, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
+    if rows.patch is not None:
+        return _patched(job, leaf, rows, rows.patch, whole, path)
     if rows.picked is not None:
         return _joined(job, [GivenRows(job, leaf, Join(rows.picked), whole)], path)
     if rows.count < rows.saved:
@@ -339,10 +353,10 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     chosen = job.options.ids.beside(ids_path) if job.options.ids is not None else None
     own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
     if chosen is None and own is None:
-        picked = all_rows(job, ids, ids_path).picked if parts_of(job.index, ids) else None
-        if picked is None:
+        rows = all_rows(job, ids, ids_path) if parts_of(job.index, ids) else None
+        if rows is None or rows.patch is None:
             return None
-        joined = Join(picked)
+        return _patched(job, leaf, rows, rows.patch, _with_rows(wanted, leaf), path)
     elif chosen is not None:
         joined = find_chosen(job, own or ids, ids_path, chosen)
         _refuse_missing(job, joined, ids_path)
@@ -368,7 +382,9 @@ def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
             found=f"a {type(wanted).__name__}",
             hint="Ask for a tc.KeyedTable; a checkpoint that is saved without base= has the rows of plain arrays",
         )
-    if job.selected(ids_path) and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
+    if ids_path == path or not job.selected(ids_path) or ids.number not in job.index.tables:
+        return
+    if ids_to_join(job, leaf, path, job, ids) is not None:
         raise no_plain_rows(path, wanted, job.checkpoint.url)
 
 
@@ -376,6 +392,31 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
     """Returns a spec with the rows of a saved slot."""
     assert leaf.spec is not None, "slots are arrays"
     return msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+
+
+def _patched(job: Load, leaf: Leaf, rows: Rows, patch: Patch, whole: ArraySpec, path: str) -> LeafPlaceholder:
+    """Adds a column of a table with deltas: the range of whole rows is read in place, and then the others over it."""
+    if leaf.number in job.index.tables:
+        return _given_ids(job, whole, patch.ids, path)
+    job.check(path, leaf, whole)
+    job.claims.take(path, leaf)
+    row = whole.shape[1:]
+    own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *row)), path)
+    [piece] = own.pieces
+    assert leaf.spec is not None, "columns are arrays"
+    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    others, kept = patch.others, first_rows(piece.data, patch.kept)
+    if kept is not None and patch.kept:
+        region = Region((rows.start, *(0 for _ in row)), (patch.kept, *row))
+        job.batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, [TargetPiece(region, kept)]))
+    elif patch.kept:
+        every = np.arange(rows.count)
+        others = rising(rows.numbers(every), every)
+    batch = job.new_batch()
+    batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, row_pieces(piece.data, others, row, nbytes)))
+    job.batch.after.append(partial(job.run_now, batch))
+    job.loaded += 1
+    return LeafPlaceholder(own.leaf)
 
 
 def _joined(
@@ -498,7 +539,7 @@ class RowGivers:
         for known in parts:
             inside = (numbers >= before) & (numbers < before + len(known.ids))
             local = numbers[inside] - before
-            saved = local + known.rows.start if known.rows.picked is None else known.rows.picked[local]
+            saved = known.rows.numbers(local)
             turn = np.argsort(saved)
             joins.append(Join(saved[turn], places[inside][turn]))
             before += len(known.ids)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, TargetPiece, raw_dtype
-from .._arrays.table_columns import SelectedRowsWriter
+from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, HostMemory, TargetPiece, raw_dtype
+from .._arrays.table_columns import SelectedRowsWriter, table_threads
 from .._core.format.records import Leaf
 from .._core.format.table_deltas import TablePart, parts_of
 from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import buckets_of, check_partition
+from .._core.tree.keyed_table import buckets_of, check_partition, sort_rows
 from .._core.tree.spec import TableSpec
 from .._core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, LayoutError, MismatchError
@@ -33,18 +33,6 @@ NO_ROW = -1
 """The number in the place of that of a row, for an id that a delta deletes."""
 
 
-class Rows(msgspec.Struct, frozen=True):
-    """The wanted rows of a table."""
-
-    spec: TableSpec
-    saved: int
-    """The number of rows in the checkpoint."""
-    start: int
-    count: int
-    picked: np.ndarray | None = None
-    """The numbers of the wanted rows, where they are not `start:start + count`."""
-
-
 class Join(msgspec.Struct, frozen=True):
     """Which row of a saved slot goes to which row of a table."""
 
@@ -56,8 +44,45 @@ class Join(msgspec.Struct, frozen=True):
     """The ids of the table of which no row was saved."""
 
 
+class Patch(msgspec.Struct, frozen=True):
+    """Rows of a table with deltas: a range of the whole rows, over which others are put."""
+
+    kept: int
+    """The first so many rows are `start:start + kept` of the whole rows, but for those that are in `others`."""
+    others: Join
+    """The other rows, each with its place."""
+    ids: np.ndarray
+    """The ids of all rows: int64[count]."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The wanted rows of a table."""
+
+    spec: TableSpec
+    saved: int
+    """The number of rows in the checkpoint."""
+    start: int
+    count: int
+    picked: np.ndarray | None = None
+    """The rising numbers of the wanted rows, where they are not `start:start + count`."""
+    patch: Patch | None = None
+    """The wanted rows of a table with deltas."""
+
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the numbers of the saved rows at positions among the wanted ones."""
+        if self.picked is not None:
+            return self.picked[positions]
+        if self.patch is None:
+            return positions + self.start
+        every = np.arange(self.start, self.start + self.count)
+        every[self.patch.others.places] = self.patch.others.rows
+        return every[positions]
+
+
 def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
     """Reads the ids of some rows of a table."""
+    if rows.patch is not None:
+        return rows.patch.ids
     ids = np.empty(rows.count, np.int64)
     memory = HostArray(ids.view(raw_dtype(8)))
     if rows.picked is None:
@@ -73,7 +98,7 @@ def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
     places = np.searchsorted(theirs, ids, sorter=order)
     places = order[np.minimum(places, len(theirs) - 1)] if len(theirs) else places
     there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
-    numbers = places[there] + rows.start if rows.picked is None else rows.picked[places[there]]
+    numbers = rows.numbers(places[there])
     # rising numbers of rows, so that rows that lie near each other are read together
     turn = np.argsort(numbers)
     return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
@@ -284,37 +309,88 @@ def _rows_of_parts(
     saved = job.index.tables[ids.number]
     between = owned if saved == spec else (0, saved.buckets)
 
-    def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of the rows between two that are in the buckets, and their ids."""
+    def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[int, np.ndarray]:
+        """Returns the number of the first row between two that is in the buckets, and the ids of these rows."""
         low, high = _rows_between(job, offsets, _offsets_path(path), saved, between, stop - start)
         found = np.empty(high - low, np.int64)
         if len(found):
             memory = HostArray(found.view(raw_dtype(8)))
             read_now(job, column, path, Region((start + low,), found.shape), memory)
-        return np.arange(start + low, start + high), found
+        return start + low, found
 
     whole = parts[0]
-    rows, of_rows = read(ids, whole.offsets, whole.start, whole.stop)
     events: list[tuple[np.ndarray, np.ndarray]] = []
     for part in parts[1:]:
         assert part.deleted is not None and part.deleted_offsets is not None, "a delta has them"
         _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
-        events.append((np.full(len(gone), NO_ROW), gone))
-        events.append(read(ids, part.offsets, part.start, part.stop))
-    later, last = _last_of_each(events)
-    stays = np.ones(len(rows), bool)
-    if len(rows) <= SCANNED_ROWS or not _is_known(saved):
-        stays = ~np.isin(of_rows, later)
+        first, own = read(ids, part.offsets, part.start, part.stop)
+        events += [(np.full(len(gone), NO_ROW), gone), (np.arange(first, first + len(own)), own)]
+    start, of_whole = read(ids, whole.offsets, whole.start, whole.stop)
+    if len(of_whole) <= SCANNED_ROWS or not _is_known(saved):
+        later, last = _last_of_each(events)
+        place, there = _search_sorted(of_whole, later)
     else:
+        later, last = _last_in_order(events, saved)
         firsts = _first_rows(job, whole.offsets, _offsets_path(path), saved, between)
-        first = int(firsts[0]) if len(firsts) else 0
-        stays[_search(of_rows, np.append(firsts - first, len(rows)), later, saved, between[0])] = False
-    picked = np.concatenate([rows[stays], np.sort(last[last >= 0])])
+        ends = np.append(firsts - start, len(of_whole))
+        place, there = _search(of_whole, ends, later, saved, between[0])
+    patch = _patch(of_whole, start, later, last, place, there)
     if saved != spec:
-        of_picked = np.concatenate([of_rows[stays], later[last >= 0][np.argsort(last[last >= 0])]])
-        buckets = buckets_of(of_picked, spec)
-        picked = picked[(buckets >= owned[0]) & (buckets < owned[1])]
-    return Rows(spec, _count(ids), 0, len(picked), picked)
+        buckets = buckets_of(patch.ids, spec)
+        patch = _selected(patch, start, (buckets >= owned[0]) & (buckets < owned[1]))
+    return Rows(spec, _count(ids), start, len(patch.ids), patch=patch)
+
+
+def _patch(
+    of_whole: np.ndarray, start: int, later: np.ndarray, last: np.ndarray, place: np.ndarray, there: np.ndarray
+) -> Patch:
+    """Returns the rows that count: whole rows, what deltas have in their place, and new ones in that of deleted ones.
+
+    Args:
+        of_whole: the ids of the whole rows, from number `start` on.
+        later: the ids of the deltas, each once, and `last`, their rows or `NO_ROW`.
+        place: where each of these is among the whole rows, if it is `there`.
+    """
+    stays = last >= 0
+    holes, new = place[there & ~stays], stays & ~there
+    count = len(of_whole) - len(holes) + int(new.sum())
+    kept = min(count, len(of_whole))
+    number = np.arange(start + kept, start + len(of_whole))  # of the whole rows behind those that are kept
+    behind = there & stays & (place >= kept)
+    number[place[behind] - kept] = last[behind]
+    counts = np.ones(len(number), bool)
+    counts[holes[holes >= kept] - kept] = False
+    free = np.concatenate([np.sort(holes[holes < kept]), np.arange(kept, count)])
+    same = there & stays & (place < kept)
+    rows = np.concatenate([last[same], last[new], number[counts]])
+    places = np.concatenate([place[same], free])
+    ids = of_whole
+    if len(free) or kept < len(of_whole):
+        ids = np.concatenate([of_whole[:kept], np.zeros(count - kept, np.int64)])
+        ids[free] = np.concatenate([later[new], of_whole[kept:][counts]])
+    return Patch(kept, rising(rows, places), ids)
+
+
+def rising(rows: np.ndarray, places: np.ndarray) -> Join:
+    """Returns rows, each once, and their places, by rising row.
+
+    A table of all rows from the first to the last is filled, which takes less time than a sort.
+    """
+    if not len(rows):
+        return Join(rows, places)
+    first = int(rows.min())
+    place_of = np.full(int(rows.max()) + 1 - first, NO_ROW)
+    place_of[rows - first] = places
+    taken = np.flatnonzero(place_of != NO_ROW)
+    return Join(taken + first, place_of[taken])
+
+
+def _selected(patch: Patch, start: int, chosen: np.ndarray) -> Patch:
+    """Returns those rows of a table that are chosen, bool[count]."""
+    ids = patch.ids[chosen]
+    numbers = np.arange(start, start + len(chosen))
+    numbers[patch.others.places] = patch.others.rows
+    return Patch(0, rising(numbers[chosen], np.arange(len(ids))), ids)
 
 
 def _is_known(saved: TableSpec) -> bool:
@@ -333,12 +409,32 @@ def _last_of_each(events: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
     return found, numbers[::-1][first]
 
 
-def _search(ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int) -> np.ndarray:
-    """Returns the positions of wanted ids, of those that are there, among ids in the order of a table.
+def _last_in_order(events: Sequence[tuple[np.ndarray, np.ndarray]], saved: TableSpec) -> tuple[np.ndarray, np.ndarray]:
+    """As `_last_of_each`, in the order of the table, in which they are found faster."""
+    numbers, ids = (np.concatenate([np.empty(0, np.int64), *column]) for column in zip(*events, strict=True))
+    order = sort_rows(ids, saved, "last", execute=table_threads()).order
+    return (ids, numbers) if order is None else (ids[order], numbers[order])
+
+
+def _search_sorted(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the position of each wanted id among others, and whether it is there."""
+    if not len(ids):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    order = np.argsort(ids)
+    at = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
+    return at, ids[at] == wanted
+
+
+def _search(
+    ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `_search_sorted`, of ids in the order of a table.
 
     Args:
         firsts: the first position of each bucket from `start` on, and the end.
     """
+    if not len(ids):
+        return _search_sorted(ids, wanted)
     bucket = buckets_of(wanted, saved).astype(np.int64) - start
     low, end = firsts[bucket], firsts[bucket + 1]
     high, unsigned, target = end, ids.view(np.uint64), wanted.view(np.uint64)
@@ -347,4 +443,11 @@ def _search(ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: Tabl
         less = (low < high) & (unsigned[middle] < target)
         low, high = np.where(less, middle + 1, low), np.where(less, high, np.maximum(middle, low))
     at = np.minimum(low, len(ids) - 1)
-    return at[(low < end) & (unsigned[at] == target)]
+    return at, (low < end) & (unsigned[at] == target)
+
+
+def first_rows(writer: ArrayWriter, count: int) -> ArrayWriter | None:
+    """Returns what writes the first rows of an array in host memory alone; None for any other array."""
+    if isinstance(writer, HostMemory) and count:
+        return HostMemory(writer.address, (count, *writer.shape[1:]), writer.itemsize, writer.owner)
+    return HostArray(writer.array[:count]) if isinstance(writer, HostArray) else None

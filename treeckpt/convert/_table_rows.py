@@ -55,10 +55,9 @@ class TableRows:
     def _read(self, ids: Leaf, parts: tuple[TablePart, ...]) -> _Table:
         job = Load(self._checkpoint, SoloComm(), LoadOptions())
         rows = all_rows(job, ids, ids.path)
-        picked = rows.picked
-        assert picked is not None, "so it is with deltas"
+        numbers = rows.numbers(np.arange(rows.count))
         arranged = sort_rows(ids_of(job, ids, ids.path, rows), rows.spec, path=ids.path)
-        return _Table(parts, arranged.of(picked), arranged.starts[:-1].copy())
+        return _Table(parts, arranged.of(numbers), arranged.starts[:-1].copy())
 
     def _gather(self, leaf: Leaf, table: _Table, region: Region) -> np.ndarray:
         """Returns a region of a column, of raw dtype: of each part the rows from the first to the last that it has."""
