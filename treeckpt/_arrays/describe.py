@@ -16,7 +16,7 @@ from .._core.sharding.region import Region, c_strides, overlapping_groups
 from .._core.tree.flatten import flatten
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import BLOB_KINDS, ArraySpec, StridedView
-from .._core.tree.structure import TABLE_KEYS, index_path, rank_key
+from .._core.tree.structure import TABLE_KEYS, Structure, index_path, rank_key
 from .._core.tree.value_codec import Value
 from .base import ArraySource, SourcePiece, Storage
 from .digests import ComparedPart, Comparison, compared, digests_of
@@ -77,11 +77,7 @@ def describe_tree(
     Raises:
         TreeError, LayoutError: a leaf cannot be saved; it is named.
     """
-    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    if deltas is not None:
-        columns = [(path, leaf) for path, leaf in leaves if type(leaf) is TableColumn]
-        if columns and (other := deltas.replace(tree, columns)) is not tree:
-            structure, leaves = flatten(other, rank=rank, namespace=namespace)
+    structure, leaves = _flatten(tree, rank, namespace, deltas)
     mark = rank_key(rank)
     sources: dict[str, ArraySource] = {}
     values: dict[str, Value] = {}
@@ -117,6 +113,17 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
     inventory = Inventory(structure, tuple(_with_aliases(specs, sources)))
     return DescribedTree(inventory, sources, values, own_values)
+
+
+def _flatten(
+    tree: object, rank: int, namespace: str, deltas: TableReplacer | None
+) -> tuple[Structure, list[tuple[str, Any]]]:
+    """Flattens a tree, with deltas in the place of tables."""
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    columns = [(path, leaf) for path, leaf in leaves if type(leaf) is TableColumn] if deltas is not None else []
+    if deltas is not None and columns and (other := deltas.replace(tree, columns)) is not tree:
+        return flatten(other, rank=rank, namespace=namespace)
+    return structure, leaves
 
 
 def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:

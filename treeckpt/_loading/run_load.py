@@ -112,14 +112,12 @@ def on_versions(
 
     Args:
         path: what is opened; an opened checkpoint, or a bank of these, is passed on as it is.
-        act: receives the opened checkpoint, or the bank with an opened checkpoint as the path of each source. It is
-            called again if it failed and a version was replaced meanwhile.
+        act: receives the opened checkpoint, or the bank of them; called again if a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
-        is_suspect: whether a result may come from a replaced version, as a report of damage may.
-        known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
-            version was replaced, and from a far store not read again.
+        is_suspect: whether a result may come from a replaced version.
+        known: the index of the first checkpoint, just read: decoded again only if the version was replaced.
         across: the ranks that make this call, if they give each other files of their disks; see `joined_disks`.
-        joined: that of `Checkpoint`.
+        joined: as for `Checkpoint`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.

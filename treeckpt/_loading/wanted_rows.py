@@ -20,14 +20,14 @@ from .._core.format.table_deltas import TablePart, parts_of
 from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.region import Region
 from .._core.tree.keyed_table import buckets_of, check_partition, sort_rows
-from .._core.tree.spec import TableSpec
+from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, LayoutError, MismatchError
 
 if TYPE_CHECKING:
     from .match import Load
 
-SCANNED_ROWS = 1 << 20
+SCANNED_ROWS = 1 << 14
 """The rows of a table up to which all are compared with the ids of its deltas; in more rows these are searched."""
 NO_ROW = -1
 """The number in the place of that of a row, for an id that a delta deletes."""
@@ -117,13 +117,9 @@ def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter
 
 def read_pieces_now(job: Load, leaf: Leaf, path: str, pieces: Sequence[TargetPiece]) -> None:
     """Reads parts of an array at once."""
-    saved = leaf.spec
-    assert saved is not None, "arrays only are read"
-    if saved.dtype != "int64":
-        raise FormatError(path, expected="an array of int64", found=saved.dtype)
     job.claims.take(path, leaf)
     before = job.new_batch()
-    before.add_target(path, leaf, ArrayTarget(saved, None, pieces))
+    before.add_target(path, leaf, ArrayTarget(_int64(leaf, path), None, pieces))
     job.run_now(before)
 
 
@@ -194,7 +190,7 @@ def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
                 _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
                 events.append((np.full(len(gone), NO_ROW), gone))
             events.append(read(ids, part.offsets, part.start, part.stop))
-        theirs, rows = _last_of_each(events)
+        theirs, rows = _last_of_each(*zip(*events, strict=True))
         theirs, rows = theirs[rows >= 0], rows[rows >= 0]
         turn = np.argsort(rows)
         theirs, rows = theirs[turn], rows[turn]
@@ -254,7 +250,10 @@ def find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, lea
         picked = np.flatnonzero(chosen.mask)
         return Rows(spec, rows, 0, len(picked), picked)
     offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
-    low, high = _rows_between(job, offsets, _offsets_path(path), saved, owned, rows)
+    if owned == (0, saved.buckets):
+        return Rows(saved, rows, 0, rows)
+    [firsts] = _first_rows(job, [offsets], _offsets_path(path), saved, owned)
+    low, high = _rows_between(firsts, _offsets_path(path), saved, owned, rows)
     return Rows(saved, rows, low, high - low)
 
 
@@ -273,30 +272,52 @@ def _offsets_path(ids_path: str) -> str:
     return ids_path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1]
 
 
-def _rows_between(
-    job: Load, offsets: Leaf, path: str, saved: TableSpec, owned: tuple[int, int], rows: int
-) -> tuple[int, int]:
-    """Returns the first row in a range of the saved buckets, and the one after the last."""
+def _read_ranges(job: Load, path: str, ranges: Sequence[tuple[Leaf, int, int]]) -> list[np.ndarray]:
+    """Reads ranges of arrays of int64, given as (array, start, stop), all at once."""
+    batch, found = job.new_batch(), list[np.ndarray]()
+    for leaf, start, stop in ranges:
+        found.append(np.empty(stop - start, np.int64))
+        if start < stop:
+            piece = TargetPiece(Region((start,), (stop - start,)), HostArray(found[-1].view(raw_dtype(8))))
+            job.claims.take(path, leaf)
+            batch.add_target(path, leaf, ArrayTarget(_int64(leaf, path), None, [piece]))
+    job.run_now(batch)
+    return found
+
+
+def _int64(leaf: Leaf, path: str) -> ArraySpec:
+    assert leaf.spec is not None, "arrays only are read"
+    if leaf.spec.dtype != "int64":
+        raise FormatError(path, expected="an array of int64", found=leaf.spec.dtype)
+    return leaf.spec
+
+
+def _first_rows(
+    job: Load, offsets: Sequence[Leaf], path: str, saved: TableSpec, owned: tuple[int, int]
+) -> list[np.ndarray]:
+    """Reads the first rows of a range of the buckets of tables, and of the one behind it: int64[n] of each."""
+    for leaf in offsets:
+        if leaf.spec is None or leaf.spec.shape != (saved.buckets,):
+            raise FormatError(path, expected=f"the first rows of {saved.buckets} buckets", found="none")
     start, stop = owned
-    if owned == (0, saved.buckets):
-        return 0, rows
+    return _read_ranges(job, path, [(leaf, start, min(stop + 1, saved.buckets)) for leaf in offsets])
+
+
+def _rows_between(
+    firsts: np.ndarray, path: str, saved: TableSpec, owned: tuple[int, int], rows: int
+) -> tuple[int, int]:
+    """Returns the first row in a range of the saved buckets, and the one after the last, of so many rows.
+
+    Args:
+        firsts: as `_first_rows` returns them.
+    """
+    start, stop = owned
     if start == stop:
         return 0, 0
-    firsts = _first_rows(job, offsets, path, saved, (start, min(stop + 1, saved.buckets)))
     low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
     if not 0 <= low <= high <= rows:
         raise FormatError(path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
     return low, high
-
-
-def _first_rows(job: Load, offsets: Leaf, path: str, saved: TableSpec, buckets: tuple[int, int]) -> np.ndarray:
-    """Reads the first rows of a range of buckets: int64[n]."""
-    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
-        raise FormatError(path, expected=f"the first rows of {saved.buckets} buckets", found="none")
-    start, stop = buckets
-    firsts = np.empty(stop - start, np.int64)
-    read_now(job, offsets, path, Region((start,), firsts.shape), HostArray(firsts.view(raw_dtype(8))))
-    return firsts
 
 
 # tables that were saved as deltas ---------------------------------------------------------------------------------
@@ -305,35 +326,36 @@ def _first_rows(job: Load, offsets: Leaf, path: str, saved: TableSpec, buckets: 
 def _rows_of_parts(
     job: Load, spec: TableSpec, owned: tuple[int, int], path: str, ids: Leaf, parts: Sequence[TablePart]
 ) -> Rows:
-    """As `find_rows`, of a table with deltas."""
-    saved = job.index.tables[ids.number]
+    """As `find_rows`, of a table with deltas: all first rows of buckets are read together, and then all ids."""
+    saved, offsets_path = job.index.tables[ids.number], _offsets_path(path)
     between = owned if saved == spec else (0, saved.buckets)
-
-    def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[int, np.ndarray]:
-        """Returns the number of the first row between two that is in the buckets, and the ids of these rows."""
-        low, high = _rows_between(job, offsets, _offsets_path(path), saved, between, stop - start)
-        found = np.empty(high - low, np.int64)
-        if len(found):
-            memory = HostArray(found.view(raw_dtype(8)))
-            read_now(job, column, path, Region((start + low,), found.shape), memory)
-        return start + low, found
-
-    whole = parts[0]
-    events: list[tuple[np.ndarray, np.ndarray]] = []
+    columns = [(ids, parts[0].offsets, parts[0].start, parts[0].stop)]
     for part in parts[1:]:
         assert part.deleted is not None and part.deleted_offsets is not None, "a delta has them"
-        _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
-        first, own = read(ids, part.offsets, part.start, part.stop)
-        events += [(np.full(len(gone), NO_ROW), gone), (np.arange(first, first + len(own)), own)]
-    start, of_whole = read(ids, whole.offsets, whole.start, whole.stop)
-    if len(of_whole) <= SCANNED_ROWS or not _is_known(saved):
-        later, last = _last_of_each(events)
-        place, there = _search_sorted(of_whole, later)
-    else:
-        later, last = _last_in_order(events, saved)
-        firsts = _first_rows(job, whole.offsets, _offsets_path(path), saved, between)
-        ends = np.append(firsts - start, len(of_whole))
+        columns.append((part.deleted, part.deleted_offsets, 0, _count(part.deleted)))
+        columns.append((ids, part.offsets, part.start, part.stop))
+    is_searched = parts[0].stop > SCANNED_ROWS and _is_known(saved)
+    firsts: list[np.ndarray] = []
+    if between != (0, saved.buckets):
+        firsts = _first_rows(job, [offsets for _, offsets, _, _ in columns], offsets_path, saved, between)
+    elif is_searched:
+        firsts = _first_rows(job, [parts[0].offsets], offsets_path, saved, between)
+    ranges: list[tuple[Leaf, int, int]] = []
+    for number, (column, _, start, stop) in enumerate(columns):
+        low, high = 0, stop - start
+        if between != (0, saved.buckets):
+            low, high = _rows_between(firsts[number], offsets_path, saved, between, stop - start)
+        ranges.append((column, start + low, start + high))
+    of_whole, *others = _read_ranges(job, path, ranges)
+    numbers = [np.arange(low, high) if leaf is ids else np.full(high - low, NO_ROW) for leaf, low, high in ranges[1:]]
+    start, stop = ranges[0][1:]
+    if is_searched and len(of_whole):
+        later, last = _last_in_order(numbers, others, saved)
+        ends = np.append(firsts[0][: between[1] - between[0]] - start, stop - start)
         place, there = _search(of_whole, ends, later, saved, between[0])
+    else:
+        later, last = _last_of_each(numbers, others)
+        place, there = _search_sorted(of_whole, later)
     patch = _patch(of_whole, start, later, last, place, there)
     if saved != spec:
         buckets = buckets_of(patch.ids, spec)
@@ -402,18 +424,19 @@ def _is_known(saved: TableSpec) -> bool:
     return True
 
 
-def _last_of_each(events: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each id once, rising, and the last number that it has; events are numbers and their ids."""
-    numbers, ids = (np.concatenate([np.empty(0, np.int64), *column]) for column in zip(*events, strict=True))
-    found, first = np.unique(ids[::-1], return_index=True)
-    return found, numbers[::-1][first]
+def _last_of_each(numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns each id once, rising, and the last number that it has."""
+    found, first = np.unique(np.concatenate(ids)[::-1], return_index=True)
+    return found, np.concatenate(numbers)[::-1][first]
 
 
-def _last_in_order(events: Sequence[tuple[np.ndarray, np.ndarray]], saved: TableSpec) -> tuple[np.ndarray, np.ndarray]:
+def _last_in_order(
+    numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray], saved: TableSpec
+) -> tuple[np.ndarray, np.ndarray]:
     """As `_last_of_each`, in the order of the table, in which they are found faster."""
-    numbers, ids = (np.concatenate([np.empty(0, np.int64), *column]) for column in zip(*events, strict=True))
-    order = sort_rows(ids, saved, "last", execute=table_threads()).order
-    return (ids, numbers) if order is None else (ids[order], numbers[order])
+    every, of_every = np.concatenate(ids), np.concatenate(numbers)
+    order = sort_rows(every, saved, "last", execute=table_threads()).order
+    return (every, of_every) if order is None else (every[order], of_every[order])
 
 
 def _search_sorted(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -364,7 +364,7 @@ class _Agreement:
 
     def _decide_alone(self, error: Exception | None, tree: object) -> None:
         """Decides for one rank; raises the error of the steps before."""
-        if error is None and not self.previous.running and must_be_whole([self._follows], self._shared_id):
+        if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self._shared_id):
             error = self._flatten(tree, whole_tables=True)
         if error is not None:
             raise error
@@ -423,10 +423,6 @@ class _Agreement:
     def _shared_id(self) -> str:
         return self.base.shared_id if self.base is not None else ""
 
-    @property
-    def _follows(self) -> str | None:
-        return self.deltas.follows if self.deltas is not None else None
-
     def _describe(self, tree: object, *, whole_tables: bool) -> None:
         metadata = check_metadata(self.options.custom_metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
@@ -466,7 +462,7 @@ class _Agreement:
             running=self.previous.running,
             metadata={key: json_digest(value) for key, value in self.metadata.items()},
             files=self.file_digests,
-            follows=self._follows,
+            follows=self.deltas.follows if self.deltas is not None else None,
         )
         if not self.previous.running:
             compare = self.options.verify_replicas
@@ -489,7 +485,8 @@ class _Agreement:
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
-        if must_be_whole([each.follows for each in proposals.values()], self._shared_id):
+        follows = [each.follows for each in proposals.values()]
+        if self.options.incremental is not None and must_be_whole(follows, self._shared_id):
             decision.whole_tables = True
             return self._conclusion(decision, last=False)
         decision.representatives = representatives(proposals)

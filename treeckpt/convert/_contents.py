@@ -51,7 +51,7 @@ from .._io.storage.wrapped_store import CountedStores
 from .._loading.match import Claims, LoadOptions
 from .._loading.read_batch import read_arrays, read_region
 from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
-from ._table_rows import TableRows
+from ._table_rows import JoinedTables
 
 Source = str | os.PathLike[str] | Store
 SOURCES = ["treeckpt", *READERS]
@@ -281,7 +281,7 @@ class _NativeReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._claims = Claims(checkpoint, whole=True)
-        self._tables = TableRows(checkpoint)
+        self._tables = JoinedTables(checkpoint)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:

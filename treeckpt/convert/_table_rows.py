@@ -31,7 +31,7 @@ class _Table(msgspec.Struct, frozen=True):
     """The first of each bucket: int64[buckets]."""
 
 
-class TableRows:
+class JoinedTables:
     """The tables of a checkpoint that were saved as deltas; the ids of each are read once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:

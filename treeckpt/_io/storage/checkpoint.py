@@ -374,11 +374,14 @@ class Checkpoint:
         """The index, read when it is first needed; raises as `read_index`."""
         index = decode_and_check(self.place, self.index_bytes)
         self.store = with_shared_files(self.place, index)
-        return join_tables(index) if self._joined else index
+        return self._as_read(index)
 
     def take_index(self, index: Index) -> None:
         """Takes an index that the caller has decoded as its own."""
-        self.index, self.store = join_tables(index) if self._joined else index, with_shared_files(self.place, index)
+        self.index, self.store = self._as_read(index), with_shared_files(self.place, index)
+
+    def _as_read(self, index: Index) -> Index:
+        return join_tables(index) if self._joined and index.tables else index
 
     @cached_property
     def sizes(self) -> dict[str, int]:
