@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 import msgspec
 import numpy as np
 
-from .._arrays.base import HostArray, HostMemory, SourcePiece
+from .._arrays.base import HostArray, HostMemory, SourcePiece, tensor_at
 from .._core.format.shard_header import (
     BLOCK,
     block_count,
@@ -464,13 +464,32 @@ class _AreaHasher:
 
 
 def area_hashes(file: FilePlan, source: ShardSource, pool: ThreadPool) -> list[int]:
-    """Returns the checksums of the blocks of a data area, which nothing is written of."""
+    """Returns the checksums of the blocks of a data area, which nothing is written of: on a device it is not copied."""
+    if (found := _device_hashes(file, source)) is not None:
+        return found
     hasher = _AreaHasher(file.nbytes, pool)
     sink = _PieceSink(_CopyBuffers(BUFFER_COUNT * 4, lambda: None), hasher.add)
     for write in file.writes:
         append_entry(sink, write, source.pieces(write.leaf))
     sink.flush()
     return hasher.finish()
+
+
+def _device_hashes(file: FilePlan, source: ShardSource) -> list[int] | None:
+    """Returns the checksums of a data area that lies on one device which computes them; None for any other one."""
+    tensors: list[Any] = []
+    for write in file.writes:
+        if write.nbytes:
+            piece = piece_of(write, source.pieces(write.leaf))
+            tensor = tensor_at(piece.data, write.region.relative_to(piece.region).slices())
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+    if not tensors:
+        return None
+    from .._arrays.device_checksums import device_checksums
+
+    return device_checksums(tensors)
 
 
 def _upload(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:
