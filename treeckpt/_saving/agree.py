@@ -554,7 +554,8 @@ class _Agreement:
         tree = merged or (kept.global_tree if kept is not None else self._replicated_tree())
         groups = ()
         if self.options.incremental is not None:
-            groups = plan_groups(key, tree, kept.arrays if kept is not None else array_leaves(tree), self.decision.base)
+            arrays = kept.arrays if kept is not None else array_leaves(tree)
+            groups = plan_groups(key, arrays, tree.world, self.decision.base)
         # the key covers the inventories, and neither the limit nor the groups
         if kept is not None and (kept.max_shard_bytes, kept.groups) == (limit, groups):
             return kept
@@ -613,7 +614,7 @@ class _Agreement:
         if plan is None or self.options.incremental is None:
             return None
         since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
-        return References(plan.key, group=encode_runs(plan.groups), since_full=since_full)
+        return References(plan.key, group=plan.group_runs, since_full=since_full)
 
 
 # what the coordinator concludes: nothing here waits -------------------------------------------------------------------
