@@ -134,12 +134,12 @@ def _sum_stripes(stripes: torch.Tensor, words: torch.Tensor, out: torch.Tensor) 
 def _merged(sums: torch.Tensor, words: torch.Tensor) -> list[int]:
     """Returns the checksums of blocks from their sums, int64[n, 256, 8]."""
     first, *others = sums.unbind(1)
-    accumulators = first + words[_START]
+    accumulators, secret = first + words[_START], words[_SCRAMBLE]
     for added in others:
-        scrambled = accumulators ^ _shifted(accumulators, 47) ^ words[_SCRAMBLE]
+        scrambled = accumulators ^ _shifted(accumulators, 47) ^ secret
         accumulators = torch.add(added, scrambled, alpha=_PRIME32[0])
     left, right = (accumulators ^ words[_MERGE]).unflatten(-1, (_LANES // 2, 2)).unbind(-1)
-    result = (_folded_product(left, right)).sum(-1) + _signed(BLOCK * _PRIME64[0])
+    result = _folded_product(left, right).sum(-1) + _signed(BLOCK * _PRIME64[0])
     result = (result ^ _shifted(result, 37)) * _signed(_AVALANCHE)
     result ^= _shifted(result, 32)
     return raw_array(result.cpu()).tolist()
