@@ -124,7 +124,6 @@ def save(
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
             are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
-            Where such a file lies on one CUDA device it is hashed there, in up to 80 MB, and not copied to the host.
         verify_replicas: how what several ranks hold is compared: up to 64 KiB always as a whole; larger arrays by
             samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not (False); any rank's is saved.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.

@@ -4,7 +4,7 @@
    has of it to all ranks, which plan the groups of arrays by it.
 2. Each rank computes the checksums of its files that hold a group, from the tree's own memory, and compares them with
    those of the checkpoint before. The files whose checksums are equal, block for block, are neither staged nor written;
-   of those that lie on one CUDA device nothing is copied to the host but the checksums, and less than a block at the end.
+   of those that lie on one CUDA device only the checksums are copied to the host, and less than a block at the end.
    Checksums come from the memory of this process, or from the headers of the shards behind a restart.
 3. Behind the write each rank compares the checksums of what it has written with those before, and tells rank 0 which
    arrays have changed: what has stayed is put into a group by the next saves.
