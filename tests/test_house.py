@@ -7,6 +7,7 @@ import functools
 import pkgutil
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest

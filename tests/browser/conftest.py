@@ -82,6 +82,8 @@ def kept_pages(new_page):
     pages = {}
 
     def page(**options):
+        if options.get("color_scheme") == "light":  # as without
+            del options["color_scheme"]
         if str(options) not in pages:
             pages[str(options)] = new_page(**options)
         return pages[str(options)]
