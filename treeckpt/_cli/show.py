@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def _show(options: argparse.Namespace) -> int:
         info = catalog.with_verification(info, folder, VerificationStore(cache_directory()))
         if info.files == "partial" and not options.json:
             print_saves_under_way(info)
-        needed = needed_files(folder, sizes := folder.sizes())
+        needed = _needed_by(folder)
         index = read.found.index if read.found is not None else _api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
@@ -154,7 +154,7 @@ def _show(options: argparse.Namespace) -> int:
             {
                 **state,
                 **index_summary(index),
-                **({"needed_nbytes": sum(sizes[n] for n in needed.names), "needed_by": needed.by} if needed.by else {}),
+                **needed,
                 "pinned": info.pinned,
                 "saving": info.saving,
                 "rows": shown,
@@ -163,13 +163,7 @@ def _show(options: argparse.Namespace) -> int:
         )
         return 0
     if not options.leaf:
-        facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
-        if needed.by:
-            nbytes = bytes_text(sum(sizes[name] for name in needed.names))
-            facts.append(("freed", f"{nbytes} of its files only with {', '.join(needed.by)}, which share them"))
-        print_facts([(name, str(fact)) for name, fact in facts])
-        print_saves_under_way(info)
-        print_line("")
+        _print_summary(info, index, needed)
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
     print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
@@ -240,6 +234,22 @@ def _show_structure(index: Index, options: argparse.Namespace) -> int:
     for line in structure_lines(rows):
         print_line(line)
     return 0
+
+
+def _print_summary(info: catalog.CheckpointInfo, index: Index, needed: Mapping[str, Any]) -> None:
+    facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
+    if needed:
+        nbytes, others = bytes_text(needed["needed_nbytes"]), ", ".join(needed["needed_by"])
+        facts.append(("freed", f"{nbytes} of its files only with {others}, which share them"))
+    print_facts([(name, str(fact)) for name, fact in facts])
+    print_saves_under_way(info)
+    print_line("")
+
+
+def _needed_by(folder: Store) -> dict[str, Any]:
+    """Returns the bytes of files that other checkpoints of the run share, and which these are; empty for none."""
+    needed = needed_files(folder, sizes := folder.sizes())
+    return {"needed_nbytes": sum(sizes[name] for name in needed.names), "needed_by": needed.by} if needed.by else {}
 
 
 def index_summary(index: Index) -> dict[str, Any]:

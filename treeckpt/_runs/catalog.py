@@ -593,7 +593,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
     mark = files.get(ended_name(summary.save_id)) if durations is not None else None
-    problem = _problem("shard", summary.sizes_here(files), files)
+    problem = _problem("shard", summary.sizes_here(files), files, summary.shared)
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
@@ -645,12 +645,14 @@ def _saving(folder: Store, files: Files, committed: str | None = None) -> tuple[
     return saves_under_way(folder, records) if records else ()
 
 
-def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
+def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files, shared: Mapping[str, str] = {}) -> str | None:
     bad = [(name, size) for name, size in sizes if name not in files or files[name].nbytes != size]
     if not bad:
         return None
     name, size = bad[0]
     now = f"has {files[name].nbytes} bytes instead of {size}" if name in files else "is missing"
+    if homes := sorted({shared[name] for name, _ in bad if name in shared}):
+        now += f"; it shares shards of {', '.join(homes)}, which must be beside it"
     are = "is" if len(bad) == 1 else "are"
     return f"{len(bad)} of {count_text(len(sizes), what)} {are} not as saved: {name} {now}"
 
