@@ -172,3 +172,24 @@ def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert "step_00000001: deleted; the shards that other checkpoints share stay as long as these" in shown
     assert "repair" not in shown
+
+
+def test_a_clean_up_says_that_nobody_shares_the_files_of_a_deleted_step_any_more(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    manager = tc.Manager(tmp_path, keep=None)
+    for step in (1, 2):
+        manager.delete(step)
+    manager.delete(3)
+    [removal] = manager.clean(dry_run=True).removed
+    assert (removal.name, removal.what) == ("step_00000001", "leftovers")
+    assert removal.reason == "no checkpoint shares the files of a deleted one now"
+    assert removal.nbytes >= SHARED
+
+
+def test_the_bytes_that_a_clean_up_frees_are_those_of_all_files(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": step}, files={"config.json": b"x" * 5000, "empty": b""})
+    before = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    report = RunDirectory(tmp_path).clean([Last(1)])
+    after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert report.nbytes == before - after > 10_000

@@ -36,6 +36,7 @@ from .._core.format.files import (
     is_undecided,
     parse_file_name,
     parse_progress_name,
+    parse_stored_name,
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
@@ -137,7 +138,7 @@ class Removal(msgspec.Struct, frozen=True):
     files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Files that
     other checkpoints share are among them, and stay until these have gone."""
     nbytes: int
-    """Bytes of the files that go."""
+    """Bytes of the files that go, and of copies of sidecar files among them."""
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
@@ -484,14 +485,16 @@ class _DirectoryState:
         ends = sorted({self.dead[owned.save_id] for owned in going if owned.save_id in self.dead})
         reason = f"left over, and not touched for {age:.0f} s"
         if any(owned.save_id in self.deleted for owned in going):
-            reason = "a deletion was cut short"
+            shared = {owned.kind for owned in going} <= {"shard", "shared", "deleted", "lease"} and bool(self.shared)
+            reason = "a deletion was cut short" if not shared else "no checkpoint shares the files of a deleted one now"
         elif ends:
             reason = f"left over by a save that {' or '.join(ends)}"
         names = tuple(file.name for file in files)
         if self.folder.status == "partial" and saves_of_all_ranks(names).keys() - self.deleted - self.dead.keys():
             path = visible(self.folder.path or self.folder.name)
             reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
-        return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
+        nbytes = sum(file.nbytes for file in files) + self._copied(names)
+        return Removal(self.folder.name, "leftovers", reason, names, nbytes, directory=directory)
 
     def unwanted(self, *, force: bool = False) -> Removal | RetainedDirectory:
         """Decides about a checkpoint that no policy keeps; with `force` also about one that is not complete."""
@@ -514,7 +517,7 @@ class _DirectoryState:
         held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
         rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
         shared = tuple(name for name in rest if name in folder.needed.names)
-        nbytes = sum(file.nbytes for file, _ in self.ours if file.name not in shared)
+        nbytes = sum(f.nbytes for f, _ in self.ours if f.name not in shared) + self._copied(rest)
         if folder.status == "partial":
             names = tuple(sorted(rest, key=proof_order))
             return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
@@ -526,6 +529,13 @@ class _DirectoryState:
         names = (INDEX_NAME, *rest, mark)
         more = {"directory": True, "force": force, "shared": shared}
         return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, **more)
+
+    def _copied(self, names: Collection[str]) -> int:
+        """Returns the bytes of copies of sidecar files that go with these files, none of one that stays."""
+        stored = {file.name: of[1] for file, _ in self.ours if (of := parse_stored_name(file.name)) is not None}
+        stays = {plain for name, plain in stored.items() if name not in names}
+        gone = {plain for name, plain in stored.items() if name in names} - stays
+        return sum(file.nbytes for file in self.folder.files if file.copy and file.name in gone)
 
     def _nbytes(self, names: Collection[str]) -> int:
         return sum(file.nbytes for file in self.folder.files if file.name in names)

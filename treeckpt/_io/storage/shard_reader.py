@@ -132,7 +132,9 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
         if (disk := elsewhere(store, index, file)) is not None:
             raise _elsewhere_error(store, disk, where)
         if file.directory:
-            hint = f"Copy the directory {file.directory} of the run beside this one too, or restore it from a copy"
+            homes = [*index.shared_with]
+            which = f"directory {homes[0]}" if len(homes) == 1 else f"directories {', '.join(homes)}"
+            hint = f"Copy the {which} of the run beside this one too, or restore it from a copy"
             expected = f"a shard in the directory {file.directory} beside it, which this checkpoint shares"
             raise CorruptError(where, expected=expected, found="no such file", hint=hint)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
