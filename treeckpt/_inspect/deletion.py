@@ -102,6 +102,8 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
     needed: NeededFiles = NeededFiles()
     """Its files that other checkpoints of the run share."""
+    unnamed: frozenset[str] = frozenset()
+    """Shards of its save that its index does not name: copies of shared ones, whose index was not published."""
 
 
 class JoinedRun(msgspec.Struct, frozen=True):
@@ -398,6 +400,8 @@ class _DirectoryState:
                 gone = file.alive is False
             elif owned.kind == "temporary" and file.alive is False:
                 gone = True
+            elif committed and (owned.kind == "temporary" or file.name in self.folder.unnamed):
+                gone = not self.readers and owned.save_id not in self.fresh  # they may be making copies
             elif (
                 owned.kind in ("pin", "index")
                 or (

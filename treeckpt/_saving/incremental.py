@@ -254,7 +254,8 @@ class IncrementalSave:
             except (TreeckptError, OSError) as error:
                 _log.warning("%s: all is written, as %s cannot be read: %s", self._store.url, base.directory, error)
                 return {}
-        return {file.entries: file for file in kept.files}
+        # what this save replaces goes with it, though the checkpoint before may share files of it
+        return {file.entries: file for file in kept.files if file.home.directory != self._store.name}
 
     def _entries(self, plan: GlobalPlan) -> dict[int, bytes]:
         """Returns `entries_digest` of each file of the plan, by its part."""

@@ -52,7 +52,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -72,6 +72,7 @@ from ..._core.format.files import (
 )
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
 from ..._core.format.records import Index
+from ..._core.format.shard_header import parse_shard_name
 from ..._inspect.deletion import (
     CleanupTimes,
     FileInfo,
@@ -273,9 +274,11 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
 
     Raises:
         CheckpointExists: there is one now, and was none.
-        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair`.
+        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair` and `mark_shared_files`.
     """
     data = encode_index(index)
+    if before is None:  # deletions could not see which files it shares
+        mark_shared_files(store, index)
     with hold_for_repair(store) as names:
         deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
         # an index that is missing because its checkpoint is being deleted is not made again
@@ -437,6 +440,20 @@ def _timings_without_record(names: Iterable[str], committed: str | None) -> list
     return [name for name, kind in kinds.items() if kind.kind == "timings" and kind.save_id in unrecorded]
 
 
+def _names_any(folder: Store, files: Mapping[str, str | None]) -> bool:
+    """Whether some of these files are of the committed save; copies of shards that its index does not name are not.
+
+    Args:
+        files: the save of each file.
+    """
+    try:
+        index = read_index(folder)
+    except CheckpointError:
+        return False
+    of_save = {name for name, save_id in files.items() if save_id == index.save_id}
+    return bool(of_save - unnamed_shards(index.save_id, index.file_names, of_save))
+
+
 def committed_save_id(folder: Store) -> str | None:
     """Returns the id of the save that the index names; None if there is no index or it cannot be read."""
     try:
@@ -457,9 +474,12 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     """Returns the files and state of a directory that is not part of a run."""
     # before the index is read: a save that is committed in between must not be taken for one that was replaced
     files = file_facts(folder, now_ns, committed=None)
-    status, save_id, problem = "complete", None, ""
+    status, save_id, problem, unnamed = "complete", None, "", frozenset[str]()
     try:
-        save_id = read_index(folder).save_id
+        index = read_index(folder)
+        save_id = index.save_id
+        if index.shared_names:
+            unnamed = unnamed_shards(save_id, index.file_names, [file.name for file in files])
     except CheckpointNotFound:
         status = "partial"
     except CheckpointError as error:
@@ -475,7 +495,14 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
         problem=problem,
         path=folder.place,
         needed=needed_files(folder, [file.name for file in files]),
+        unnamed=unnamed,
     )
+
+
+def unnamed_shards(save_id: str, named: Container[str], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of some files that are shards of a save and are not among those that its index names."""
+    shards = (name for name in names if (parsed := parse_shard_name(name)) is not None and parsed[0] == save_id)
+    return frozenset(name for name in shards if name not in named)
 
 
 def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
@@ -515,8 +542,8 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
 
 def remove_leftovers(folder: Store, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
-    kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
-    saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
+    kinds = [(name, kind) for name in removal.files if (kind := parse_file_name(name)) is not None]
+    saves = {name: kind.save_id for name, kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if removal.files:
         with hold_lock(folder, "deleting") as own:
             # a repair replaces files of saves alone
@@ -525,7 +552,7 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
                 return "it is being repaired"
             # first of all, since the shards of an index that is put back are no leftovers
             back = restore_index(folder)
-            if saves and committed_save_id(folder) in saves:
+            if saves and _names_any(folder, saves):
                 return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"
             decided = [] if back else _decide_all(folder, removal.files)
             if decided is None:
