@@ -69,6 +69,7 @@ class Theatre:
         while True:
             stage.settle()
             if process.state != "busy":
+                assert "error" not in (told := stage.told.get(0, {})), told
                 return
             link = stage.stopped(process)[0]
             assert link.next is not None

@@ -71,6 +71,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
     """The names of the directories of these checkpoints, sorted."""
     unread: tuple[str, ...] = ()
     """Those whose index could not be read: they may need any of the files."""
+    held: bool = False
+    """Whether there is a lease on the directory: a save that is not committed yet may need any of them."""
 
     @property
     def text(self) -> str:
@@ -80,6 +82,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
         why = [f"{others} {'share' if len(shown) > 1 else 'shares'} them"] if shown else []
         if self.unread:
             why.append(f"{', '.join(self.unread[:3])}, whose index cannot be read, may need them")
+        if self.held:
+            why.append("it is being read, or a save is about to share them")
         return "; ".join(why)
 
 

@@ -90,10 +90,10 @@ def _publish(store: Store, before: bytes, index: Index) -> None:
 
 def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> int:
     """Copies a shared shard to a file of its own, durably; returns the bytes of its header."""
-    store, place = checkpoint.store, checkpoint.place
+    store, place, shard = checkpoint.store, checkpoint.place, checkpoint.shard(file)
     _, header = read_header(store, file.name, file_size=checkpoint.sizes.get(file.name))
     header = header_here(index, file, header)
-    head, shard = encode_header(header), checkpoint.shard(file)
+    head = encode_header(header)
     step = max(COPIED_NBYTES // header.block, 1) * header.block
     temporary = f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp" if place.traits.renames else name
     writer = place.create(temporary, len(head) + file.nbytes)

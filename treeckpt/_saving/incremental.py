@@ -132,11 +132,10 @@ def _read_base(folder: Store, save_id: str, store: Store, kept: KnownFiles | Non
     index = read_index(folder)
     if index.references is None or index.disks or save_id not in ("", index.save_id):
         return None
-    if index.shared_names:
-        sizes = with_shared_files(folder, index).sizes()
-        if not index.shared_names.keys() <= sizes.keys():
-            _log.warning("%s: nothing is shared with %s, which has lost files", store.url, folder.url)
-            return None
+    sizes = with_shared_files(folder, index).sizes()
+    if any(sizes.get(file.name) != file.header + file.nbytes for file in index.file_list):
+        _log.warning("%s: nothing is shared with %s, which has lost files", store.url, folder.url)
+        return None
     return BaseCheckpoint(folder.name, index.save_id, index.references)
 
 

@@ -88,7 +88,7 @@ from ...reports import Leftover
 from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
-from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
+from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, hold_lease, is_alive, read_claim, read_lease, read_record
 from .plain_names import copies_of, give_plain_names, stored_files, take_plain_names
 from .shared_files import needed_files
 from .store import DirectoryEntry, Store, exists_error, for_each
@@ -208,16 +208,21 @@ def legible_save_id(state: bytes | int | None) -> str | None:
     return match[1].decode() if match else None
 
 
-def mark_shared_files(store: Store, index: Index) -> None:
+def mark_shared_files(store: Store, index: Index, held: contextlib.ExitStack) -> None:
     """Marks the saves whose files an index names, before it is published, and checks that these files are there.
+
+    Args:
+        held: keeps leases on their directories, until the index is published.
 
     Raises:
         CheckpointError: a file is gone, or has another size; or as `unlocked_sizes`.
     """
     for home in index.references.homes if index.references is not None else ():
         folder, mark = store.run().folder(home.directory), shared_mark_name(home.save_id)
-        if folder.entry(mark) is None and folder.entries():  # the mark would make a directory that is gone
-            folder.publish(mark, b"{}", replace=True)
+        if folder.entries():  # they would make a directory that is gone
+            held.enter_context(hold_lease(folder))
+            if folder.entry(mark) is None:
+                folder.publish(mark, b"{}", replace=True)
         sizes = unlocked_sizes(folder)
         for file in index.file_list:
             if file.directory == home.directory and sizes.get(file.name) != file.header + file.nbytes:
@@ -277,9 +282,10 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
         CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair` and `mark_shared_files`.
     """
     data = encode_index(index)
-    if before is None:  # deletions could not see which files it shares
-        mark_shared_files(store, index)
-    with hold_for_repair(store) as names:
+    with contextlib.ExitStack() as held:
+        if before is None:  # deletions could not see which files it shares
+            mark_shared_files(store, index, held)
+        names = held.enter_context(hold_for_repair(store))
         deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
         # an index that is missing because its checkpoint is being deleted is not made again
         gone = before is None and next(deleted, None) is not None
@@ -557,14 +563,23 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
             decided = [] if back else _decide_all(folder, removal.files)
             if decided is None:
                 return "another process goes on with its deletion, or undoes it"
-            delete_files(folder, spared(folder, [*removal.files, *decided]))
+            # nobody makes an index again beside these marks, also where this process is stopped for minutes
+            marks = [] if folder.entry(INDEX_NAME) else sorted({deleted_name(s) for s in saves.values() if s})
+            with contextlib.suppress(OSError, TreeckptError):  # a full disk takes none
+                for mark in marks:
+                    folder.publish(mark, b"{}", replace=True)
+            names = spared(folder, dict.fromkeys([*removal.files, *decided, *marks]))
+            if saves and not back and _names_any(folder, saves):
+                delete_files(folder, marks)
+                return "it has been committed meanwhile"
+            delete_files(folder, names)
         folder.sync()
     if removal.directory:
         folder.remove_directory()
     return ""
 
 
-def spared(folder: Store, names: Sequence[str]) -> list[str]:
+def spared(folder: Store, names: Iterable[str]) -> list[str]:
     """Returns those of some files that no other checkpoint of the run needs, for a caller that holds the lock.
 
     Of a save of which one file is needed the marks stay too: those of the deletion, and of the files being shared.

@@ -5,10 +5,11 @@ them: who deletes files of a save there reads the indexes beside it. So that thi
 save writes `shared.<save id>.json` into the directory of each save whose files its index names, before it publishes
 the index (`deletions.mark_shared_files`). The mark stays as long as a file that is named.
 
-A save and a deletion find each other as in `deletions`. The save writes the mark before it looks for the lock of a
-deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for the mark. A
-deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one, and so that
-save holds a lease on the checkpoint that it follows, whose index names the same files.
+A save and a deletion find each other as in `deletions`. The save writes a lease and the mark before it looks for the
+lock of a deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for
+the mark. A deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one,
+and so it deletes nothing where there is a lease. Before that the save holds a lease on the checkpoint that it follows,
+whose index names the same files.
 
 Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file that it
 may name is deleted. One that is missing can be made again from the headers of the shards, which name the same files.
@@ -59,7 +60,8 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     unread = tuple(sorted(other for other, shared in sharing.items() if shared is None and other != folder.name))
     named = frozenset(name for needed in found.values() for name in needed)
     by = tuple(sorted(other for other, needed in found.items() if needed))
-    return NeededFiles(shards if unread else named, by, unread)
+    held = has_readers(folder, time.time_ns())
+    return NeededFiles(shards if unread or held else named, by, unread, held)
 
 
 def read_shared(folder: Store) -> Mapping[str, str] | None:
