@@ -243,7 +243,7 @@ def run_of_two() -> str:
 @bounded
 @given(st.data())
 def references(data: st.DataObject) -> None:
-    """What an index, or a shard's header, says to lie in other directories: none is outside the run, all is as saved."""
+    """What an index, or a shard's header, says to lie elsewhere: nothing outside the run, all as it was saved."""
     store = open_store(f"{run_of_two()}/sharer")
     whole = store.read(INDEX_NAME, limit=1 << 20)
     document = msgspec.json.decode(whole)
@@ -348,5 +348,6 @@ def raw_bytes(document: bytes) -> None:
 
 
 TARGETS: dict[str, Any] = {
-    f.__name__: f for f in (indexes, ranges, headers, references, structures, timings, progress, values, pickles, raw_bytes)
+    f.__name__: f
+    for f in (indexes, ranges, headers, references, structures, timings, progress, values, pickles, raw_bytes)
 }

@@ -19,7 +19,6 @@ import treeckpt as tc
 from tests.helpers.corruption import flip
 from tests.helpers.world import reseal, reseal_shard
 from treeckpt import dcp
-from treeckpt._core.format.files import shared_mark_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._loading.flatten import flatten_store
 from treeckpt._runs.run import RunDirectory
@@ -173,9 +172,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "column home too large": references(lambda found: found.update(home=[[7, 0, 2]])),
     "column part": references(lambda found: found.update(home_part=[[5, 0, 2]])),
     "column stayed": references(lambda found: found.update(stayed=[[2, 0, 99]])),
-    "header, one bit": lambda run: change(
-        own_file(run, LAST), lambda data: flip(data, data.index(b'"shared"') + 16)
-    ),
+    "header, one bit": lambda run: change(own_file(run, LAST), lambda data: flip(data, data.index(b'"shared"') + 16)),
     "header shares nothing": in_header(""),
     "header is no list": in_header('{"a": 1}'),
     "header leads away": in_header('[[["../x", "0123456789abcdef"], 1, 1, 0, 280000, 4096]]'),
@@ -255,7 +252,20 @@ def list_it(run: Path) -> None:
     assert len(RunDirectory(run).checkpoints()) >= 1
 
 
-WAYS = (load, load_into, load_like, verify, repair, rebuild, flatten, convert_it, load_by_dcp, save_on, train_on, list_it)
+WAYS = (
+    load,
+    load_into,
+    load_like,
+    verify,
+    repair,
+    rebuild,
+    flatten,
+    convert_it,
+    load_by_dcp,
+    save_on,
+    train_on,
+    list_it,
+)
 
 
 @pytest.fixture

@@ -46,21 +46,6 @@ def test_a_run_holds_what_is_frozen_once(tmp_path: Path, background: bool) -> No
     assert not (tmp_path / "step_00000001" / INDEX_NAME).exists()
 
 
-def test_many_steps_leave_no_file_that_nothing_names(tmp_path: Path) -> None:
-    state = Adapted()
-    with tc.Manager(tmp_path, keep=[Last(2), tc.policy.EverySteps(20)], incremental=True, background=False) as manager:
-        for step in range(1, 61):
-            if step % 13 == 0:  # an average that is updated now and then
-                with torch.no_grad():
-                    state.frozen[step % FROZEN][100_000:200_000] += 1
-            tree = state.train()
-            manager.save(step, tree)
-    assert set(tmp_path.rglob("shard-*")) == named_files(tmp_path)
-    for step in manager.steps():
-        assert tc.verify(tmp_path / f"step_{step:08d}"), step
-    assert_same(tmp_path / "step_00000060", tree)
-
-
 def test_a_restart_shares_with_the_checkpoint_that_it_restored(tmp_path: Path) -> None:
     state = Adapted()
     with tc.Manager(tmp_path, incremental=True, background=False) as manager:

@@ -312,12 +312,7 @@ def _shared_header(store: Store, rank: int, one: ShardHeader, file: SharedFile) 
     try:
         size, header = read_header(store.run().folder(file.home.directory), name)
     except FileNotFoundError as error:
-        raise CorruptError(
-            f"{store.url}/../{file.home.directory}/{name}",
-            expected="a shard that this checkpoint shares with another one of its run",
-            found="no such file",
-            hint=f"Copy the directory {file.home.directory} beside this one too",
-        ) from error
+        raise missing_home(store, file.home.directory, name) from error
     return size, _as_part(header, one.save_id, file.part, file.stream)
 
 

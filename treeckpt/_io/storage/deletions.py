@@ -52,7 +52,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -88,7 +88,18 @@ from ...reports import Leftover
 from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
-from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, hold_lease, is_alive, read_claim, read_lease, read_record
+from .kept_files import (
+    LAPSE,
+    LATE_PAUSES,
+    LEASE,
+    KeptFile,
+    encode_claim,
+    hold_lease,
+    is_alive,
+    read_claim,
+    read_lease,
+    read_record,
+)
 from .plain_names import copies_of, give_plain_names, stored_files, take_plain_names
 from .shared_files import needed_files
 from .store import DirectoryEntry, Store, exists_error, for_each
