@@ -32,6 +32,7 @@ from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name, sha
 from .._core.planning.rank_trees import GlobalTree
 from .._core.planning.save_plan import ArrayLeaf, GlobalPlan
 from .._core.sharding.int_runs import Runs, encode_runs
+from .._core.tree.structure import TABLE_DELTAS, TABLE_KEYS, Structure, TableNode, containers_of, paths_of
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import read_index, with_shared_files
 from .._io.storage.deletions import index_state
@@ -43,6 +44,7 @@ from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
 from .shard_files import WRITE_THREADS, area_hashes
 from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
+from .table_deltas import KnownTables, TableDeltas
 
 _log = logging.getLogger("treeckpt")
 
@@ -55,6 +57,11 @@ class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     references: References
     full: bool = False
     """Whether the save takes nothing from it; it still says which arrays have stayed the same."""
+
+    @property
+    def shared_id(self) -> str:
+        """The save whose files may be shared; "" for none."""
+        return "" if self.full else self.save_id
 
     def of_trees(self, key: str) -> References | None:
         """Returns what it says about the arrays of trees with a digest; None if it is of other trees."""
@@ -165,7 +172,30 @@ def plan_groups(
     specs = (tree.leaves[number].spec for number, _ in arrays)
     frozen = [spec is not None and spec.kind == "parameter" and not spec.requires_grad for spec in specs]
     before = base.of_trees(key) if base is not None else None
-    return group_arrays([array.nbytes for _, array in arrays], frozen, tree.world, before)
+    parts = table_parts(tree.structure, [array for _, array in arrays])
+    return group_arrays([array.nbytes for _, array in arrays], frozen, tree.world, before, parts)
+
+
+def table_parts(structure: Structure, arrays: Sequence[ArrayLeaf]) -> list[int]:
+    """Returns for each array of a tree the number of the table, or of the delta of one, that it is a column of, else 0.
+
+    All columns of one are in files of their own, which the next saves share.
+    """
+    numbers: dict[tuple[str, ...], int] = {}
+    number_of: dict[str, int] = {}
+    deltas = set[str]()
+    for node, path, ranks in containers_of(structure):
+        if not isinstance(node, TableNode) or ranks is not None or path in deltas:
+            continue
+        prefix = f"{path}/" if path else ""
+        for leaf, _ in paths_of(node):
+            steps = leaf.split("/")
+            part = (path, *steps[:2]) if steps[0] == TABLE_DELTAS else (path,)
+            if steps[0] != TABLE_KEYS[3]:  # scalars are values, or arrays that change
+                number_of[prefix + leaf] = numbers.setdefault(part, len(numbers) + 1)
+            if steps[0] == TABLE_DELTAS:
+                deltas.add(prefix + "/".join(steps[:3]))
+    return [number_of.get(array.path, 0) for array in arrays] if number_of else [0] * len(arrays)
 
 
 def entries_digest(entries: Sequence[ShardEntry]) -> bytes:
@@ -234,10 +264,11 @@ class IncrementalSave:
 
     Args:
         base: the checkpoint that the save follows; None where everything is written.
+        tables: those of this rank.
     """
 
-    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None) -> None:
-        self._store, self._comm, self._base = store, comm, base
+    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None, tables: TableDeltas | None) -> None:
+        self._store, self._comm, self._base, self._tables = store, comm, base, tables
 
     @cached_property
     def _before(self) -> dict[bytes, KnownFile]:
@@ -273,9 +304,18 @@ class IncrementalSave:
         if not candidates or (self._base is not None and self._base.full):
             return ()
         source = TreeShardSource(plan, sources)
+        stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
+        if not stored <= {file.part for file, _ in candidates}:
+            self._comm.state.remove(KnownTables)
+            raise CheckpointError(
+                self._store.url,
+                expected="the rows of tables in the files of the checkpoint before",
+                found="others there",
+                hint="Save again: the next save writes all rows",
+            )
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
             for file, known in candidates:
-                if np.array_equal(np.array(area_hashes(file, source, pool), np.uint64), known.hashes):
+                if file.part in stored or known.hashes.tolist() == area_hashes(file, source, pool):
                     named = parse_shard_name(known.name)
                     assert named is not None, "it is the name of a shard"
                     found.append(SharedFile(known.home, named[3], file.part, file.stream, file.nbytes, known.header))
@@ -292,6 +332,8 @@ class IncrementalSave:
         if ended.faults or ended.disks:
             self._comm.state.remove(KnownFiles)
             return
+        if self._tables is not None:
+            self._tables.keep(save_id)
         entries = self._entries(plan)
         home, headers = Home(self._store.name, save_id), {part: header for _, part, _, _, header in report.files}
         shared = {file.part for file in report.shared}

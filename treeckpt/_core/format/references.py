@@ -164,7 +164,11 @@ def with_homes(
 
 
 def group_arrays(
-    nbytes: Sequence[int], frozen: Sequence[bool], world: int, before: References | None = None
+    nbytes: Sequence[int],
+    frozen: Sequence[bool],
+    world: int,
+    before: References | None = None,
+    tables: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Returns the group of each array, 0 for none: groups of what has stayed stay, without the arrays that changed.
 
@@ -172,11 +176,14 @@ def group_arrays(
         nbytes: of each array, all ranks together.
         frozen: whether the tree says that it is not trained.
         before: that of the checkpoint that the save follows, if it is one of the same trees.
+        tables: for each array 0, or the number of what it is a column of: each has a group of its own.
     """
     old, stayed = [0] * len(nbytes), [1] * len(nbytes)
     if before is not None and length_of(before.group) == len(nbytes):
         stayed = decode_runs(before.stayed).tolist() or stayed  # a rebuilt index does not know it
         old = [g if saves else 0 for g, saves in zip(decode_runs(before.group).tolist(), stayed, strict=True)]
+    if any(tables):
+        old, stayed = ([0 if part else n for n, part in zip(column, tables, strict=True)] for column in (old, stayed))
     waits = [saves >= (1 if hint else STAYED_SAVES) for hint, saves in zip(frozen, stayed, strict=True)]
     used = {g: number for number, g in enumerate(sorted(set(old) - {0}), 1)}
     groups = [used.get(g, 0) for g in old]
@@ -186,6 +193,8 @@ def group_arrays(
             if filled + nbytes[array] > GROUP_NBYTES * world:
                 number, filled = number + 1, 0
             groups[array], filled = number, filled + nbytes[array]
+    if any(tables):
+        groups = [number + part if part else group for group, part in zip(groups, tables, strict=True)]
     return tuple(groups)
 
 

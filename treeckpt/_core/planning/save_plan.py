@@ -131,10 +131,11 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
     """
     assignments: list[Assignment] = [FIRST_REPLICA] * len(leaves)
     streams: dict[bytes, list[int]] = {}
-    loads: dict[int, int] = {}
+    loads: dict[int, dict[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
-            assignments[i] = _assign_boxes(leaf, leaf.layout, loads)
+            # as below, each group by itself
+            assignments[i] = _assign_boxes(leaf, leaf.layout, loads.setdefault(leaf.group, {}))
         elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
