@@ -364,7 +364,7 @@ class _Agreement:
 
     def _decide_alone(self, error: Exception | None, tree: object) -> None:
         """Decides for one rank; raises the error of the steps before."""
-        if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self._shared_id):
+        if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self.base):
             error = self._flatten(tree, whole_tables=True)
         if error is not None:
             raise error
@@ -418,10 +418,6 @@ class _Agreement:
             self.replaced, self.look = self.look.result(), None
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
-
-    @property
-    def _shared_id(self) -> str:
-        return self.base.shared_id if self.base is not None else ""
 
     def _describe(self, tree: object, *, whole_tables: bool) -> None:
         metadata = check_metadata(self.options.custom_metadata)
@@ -486,7 +482,7 @@ class _Agreement:
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
         follows = [each.follows for each in proposals.values()]
-        if self.options.incremental is not None and must_be_whole(follows, self._shared_id):
+        if self.options.incremental is not None and must_be_whole(follows, self.base):
             decision.whole_tables = True
             return self._conclusion(decision, last=False)
         decision.representatives = representatives(proposals)
@@ -581,7 +577,8 @@ class _Agreement:
         tree = merged or (kept.global_tree if kept is not None else self._replicated_tree())
         groups = ()
         if self.options.incremental is not None:
-            groups = plan_groups(key, tree, kept.arrays if kept is not None else array_leaves(tree), self.decision.base)
+            arrays = kept.arrays if kept is not None else array_leaves(tree)
+            groups = plan_groups(key, arrays, tree.world, self.decision.base)
         # the key covers the inventories, and neither the limit nor the groups
         if kept is not None and (kept.max_shard_bytes, kept.groups) == (limit, groups):
             return kept
@@ -640,7 +637,7 @@ class _Agreement:
         if plan is None or self.options.incremental is None:
             return None
         since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
-        return References(plan.key, group=encode_runs(plan.groups), since_full=since_full)
+        return References(plan.key, group=plan.group_runs, since_full=since_full)
 
 
 # what the coordinator concludes: nothing here waits -------------------------------------------------------------------

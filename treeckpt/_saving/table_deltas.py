@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -189,15 +190,23 @@ class TableDeltas:
         return made, KnownTable(then, kept, changes.digests, table.marks, position)
 
 
-def must_be_whole(follows: Iterable[str | None], shared: str) -> bool:
-    """Whether ranks must write all tables whole, as not all share those of the save from which files may be shared.
+class SharedSave(Protocol):
+    """The checkpoint that a save follows."""
+
+    @property
+    def shared_id(self) -> str:
+        """The save whose files may be shared; "" for none."""
+        ...
+
+
+def must_be_whole(follows: Iterable[str | None], base: SharedSave | None) -> bool:
+    """Whether ranks must write all tables whole, as not all share those of the checkpoint that the save follows.
 
     Args:
         follows: of each rank, see `TableDeltas.follows`.
-        shared: the id of that save; "" for none.
     """
     saves = set(follows) - {None}
-    return not saves <= {""} and saves != {shared}
+    return not saves <= {""} and saves != {base.shared_id if base is not None else ""}
 
 
 def _is_valid(sources: Mapping[str, ArraySource]) -> bool:
@@ -240,7 +249,8 @@ def _changes(
 ) -> _Changes | None:
     """Returns what has changed in a table; None where that is not known."""
     if table.marks.position and known.marks is table.marks:
-        return _marked_changes(path, ids, table.marks.since(known.position), known.ids)
+        marked = table.marks.since(known.position)  # dropped where another run has saved the table since
+        return None if marked is None else _marked_changes(path, ids, marked, known.ids)
     if known.digests is None:
         return None
     digests = _digests(sources, len(ids.ids))

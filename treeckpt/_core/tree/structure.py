@@ -421,6 +421,28 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     }
 
 
+def table_columns(structure: Structure) -> dict[str, int]:
+    """Returns the path of each array of tables, and the number of the table, or of its delta, of which it is a column.
+
+    Tables under `PerRank` are left out.
+    """
+    columns: dict[str, int] = {}
+    numbers: dict[tuple[str, ...], int] = {}
+    deltas = set[str]()
+    for node, path, ranks in containers_of(structure):
+        if not isinstance(node, TableNode) or ranks is not None or path in deltas:
+            continue
+        prefix = f"{path}/" if path else ""
+        for leaf, _ in paths_of(node):
+            steps = leaf.split("/")
+            if steps[0] == TABLE_DELTAS:
+                deltas.add(prefix + "/".join(steps[:3]))
+            if steps[0] != TABLE_KEYS[3]:  # scalars are values, or arrays that change
+                part = (path, *steps[:2]) if steps[0] == TABLE_DELTAS else (path,)
+                columns[prefix + leaf] = numbers.setdefault(part, len(numbers) + 1)
+    return columns
+
+
 def table_keys(children: int) -> tuple[str, ...]:
     """Returns the keys of a table with so many children."""
     return TABLE_KEYS if children <= len(TABLE_KEYS) else (*TABLE_KEYS, TABLE_DELTAS)
