@@ -50,6 +50,8 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     shards = frozenset(name for name, kind in kinds if kind.kind == "shard" and kind.save_id in marked)
     if not shards:
         return NeededFiles()
+    # first of all: whose lease is gone by then has published its index before that is read
+    held = has_readers(folder, time.time_ns())
     if sharing is None:
         others = folder.run().folders()
         sharing = dict(zip([other.name for other in others], for_each(folder, read_shared, others), strict=True))
@@ -60,7 +62,6 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     unread = tuple(sorted(other for other, shared in sharing.items() if shared is None and other != folder.name))
     named = frozenset(name for needed in found.values() for name in needed)
     by = tuple(sorted(other for other, needed in found.items() if needed))
-    held = has_readers(folder, time.time_ns())
     return NeededFiles(shards if unread or held else named, by, unread, held)
 
 
