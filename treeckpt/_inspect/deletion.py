@@ -72,6 +72,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
     """The names of the directories of these checkpoints, sorted."""
     unread: tuple[str, ...] = ()
     """Those whose index could not be read: they may need any of the files."""
+    held: bool = False
+    """Whether there is a lease on the directory: a save that is not committed yet may need any of them."""
 
     @property
     def text(self) -> str:
@@ -81,6 +83,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
         why = [f"{others} {'share' if len(shown) > 1 else 'shares'} them"] if shown else []
         if self.unread:
             why.append(f"{', '.join(self.unread[:3])}, whose index cannot be read, may need them")
+        if self.held:
+            why.append("it is being read, or a save is about to share them")
         return "; ".join(why)
 
 
@@ -103,6 +107,8 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
     needed: NeededFiles = NeededFiles()
     """Its files that other checkpoints of the run share."""
+    unnamed: frozenset[str] = frozenset()
+    """Shards of its save that its index does not name: copies of shared ones, whose index was not published."""
 
 
 class JoinedRun(msgspec.Struct, frozen=True):
@@ -399,6 +405,8 @@ class _DirectoryState:
                 gone = file.alive is False
             elif owned.kind == "temporary" and file.alive is False:
                 gone = True
+            elif committed and (owned.kind == "temporary" or file.name in self.folder.unnamed):
+                gone = not self.readers and owned.save_id not in self.fresh  # they may be making copies
             elif (
                 owned.kind in ("pin", "index")
                 or (

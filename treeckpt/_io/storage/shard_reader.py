@@ -378,7 +378,8 @@ def _leaves_and_file(store: Store, index: Index, file: File, first: int, last: i
     """Names a file for an error, after the leaves that have bytes in `first:last` of it."""
     paths = [index.entries[number].path or "<root>" for number in leaves_in_range(index, file, first, last)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
+    place = f"{store.url}/../{file.directory}" if file.directory else store.url
+    return f"{', '.join(paths[:3])}{more}: {place}/{file.name}" if paths else f"{place}/{file.name}"
 
 
 def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:
