@@ -259,6 +259,18 @@ class ArraySource(msgspec.Struct, frozen=True, gc=False):
     storage: Storage | None = None
     """The memory, to find aliases; None where it is not compared with that of other arrays, as of lazy ones."""
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether another checkpoint has it, and it is not written again."""
+        return any(isinstance(piece.data, StoredElsewhere) for piece in self.pieces)
+
+
+class StoredElsewhere:
+    """The data of an array that another checkpoint has in its files, and that is not written again."""
+
+    def read(self, box: Box) -> np.ndarray:
+        raise AssertionError("its files are shared")
+
 
 class ArrayTarget(msgspec.Struct, frozen=True, gc=False):
     """An array to fill: `leaf` is put into the tree, `pieces` are written to."""

@@ -43,6 +43,7 @@ from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
 from .shard_files import WRITE_THREADS, has_checksums
 from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
+from .table_deltas import KnownTables, TableDeltas
 
 _log = logging.getLogger("treeckpt")
 
@@ -55,6 +56,11 @@ class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     references: References
     full: bool = False
     """Whether the save takes nothing from it; it still says which arrays have stayed the same."""
+
+    @property
+    def shared_id(self) -> str:
+        """The save whose files may be shared; "" for none."""
+        return "" if self.full else self.save_id
 
     def of_trees(self, key: str) -> References | None:
         """Returns what it says about the arrays of trees with a digest; None if it is of other trees."""
@@ -174,9 +180,12 @@ def plan_groups(
         arrays: those of the trees of all ranks, `world` in number.
         base: the checkpoint before.
     """
-    frozen = [number for number, (_, array) in enumerate(arrays) if array.frozen]
-    groups, new = kept_groups(len(arrays), frozen, base.of_trees(key) if base is not None else None)
-    return with_new_groups(groups, {array: arrays[array][1].nbytes for array in new}, world)
+    leaves = [array for _, array in arrays]
+    frozen = [number for number, array in enumerate(leaves) if array.frozen]
+    tables = {number: array.table for number, array in enumerate(leaves) if array.table}
+    before = base.of_trees(key) if base is not None else None
+    groups, new = kept_groups(len(leaves), frozen, before, [*tables])
+    return with_new_groups(groups, {array: leaves[array].nbytes for array in new}, world, tables)
 
 
 def entries_digest(entries: Sequence[ShardEntry]) -> bytes:
@@ -257,10 +266,11 @@ class IncrementalSave:
 
     Args:
         base: the checkpoint that the save follows; None where everything is written.
+        tables: those of this rank.
     """
 
-    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None) -> None:
-        self._store, self._comm, self._base = store, comm, base
+    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None, tables: TableDeltas | None) -> None:
+        self._store, self._comm, self._base, self._tables = store, comm, base, tables
 
     @cached_property
     def _before(self) -> dict[bytes, KnownFile]:
@@ -294,9 +304,18 @@ class IncrementalSave:
         if not candidates or (self._base is not None and self._base.full):
             return ()
         source = TreeShardSource(plan, sources)
+        stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
+        if not stored <= {file.part for file, _ in candidates}:
+            self._comm.state.remove(KnownTables)
+            raise CheckpointError(
+                self._store.url,
+                expected="the rows of tables in the files of the checkpoint before",
+                found="others there",
+                hint="Save again: the next save writes all rows",
+            )
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
             for file, known in candidates:
-                if has_checksums(file, source, known.hashes.tolist(), pool):
+                if file.part in stored or has_checksums(file, source, known.hashes.tolist(), pool):
                     named = parse_shard_name(known.name)
                     assert named is not None, "it is the name of a shard"
                     found.append(SharedFile(known.home, named[3], file.part, file.stream, file.nbytes, known.header))
@@ -313,6 +332,8 @@ class IncrementalSave:
         if ended.faults or ended.disks:
             self._comm.state.remove(KnownFiles)
             return
+        if self._tables is not None:
+            self._tables.keep(save_id)
         entries = self._entries(plan)
         home, headers = Home(self._store.name, save_id), {part: header for _, part, _, _, header in report.files}
         shared = {file.part for file in report.shared}

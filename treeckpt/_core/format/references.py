@@ -159,7 +159,9 @@ def with_homes(
     return msgspec.structs.replace(references, homes=homes, home=columns[0], home_part=columns[1])
 
 
-def kept_groups(count: int, frozen: Sequence[int], before: References | None = None) -> tuple[np.ndarray, list[int]]:
+def kept_groups(
+    count: int, frozen: Sequence[int], before: References | None = None, tables: Sequence[int] = ()
+) -> tuple[np.ndarray, list[int]]:
     """Returns the group of each array, 0 for none, and the numbers of those that are to get one.
 
     Groups of what has stayed stay, without the arrays that changed.
@@ -168,28 +170,36 @@ def kept_groups(count: int, frozen: Sequence[int], before: References | None = N
         count: of arrays.
         frozen: the numbers of those of which the tree says that they are not trained.
         before: that of the checkpoint that the save follows, if it is one of the same trees.
+        tables: the numbers of the columns of tables, which are put into groups by these.
     """
     old, stayed, least = np.zeros(count, np.int64), np.ones(count, np.int64), np.full(count, STAYED_SAVES)
     least[frozen] = 1
     if before is not None and length_of(before.group) == count:
         stayed = decode_runs(before.stayed) if before.stayed else stayed  # a rebuilt index does not know it
         old = np.where(stayed > 0, decode_runs(before.group), 0)
+    if tables:
+        old[tables], least[tables] = 0, STAYED_SAVES + 1
     groups = np.unique(np.append(0, old), return_inverse=True)[1].reshape(-1)[1:]  # without gaps
     return groups, np.flatnonzero((groups == 0) & (stayed >= least)).tolist()
 
 
-def with_new_groups(groups: np.ndarray, nbytes: Mapping[int, int], world: int) -> tuple[int, ...]:
+def with_new_groups(
+    groups: np.ndarray, nbytes: Mapping[int, int], world: int, tables: Mapping[int, int]
+) -> tuple[int, ...]:
     """Returns the group of each array, with arrays put into new ones.
 
     Args:
         groups: as `kept_groups` returns them.
         nbytes: of each new array, all ranks together.
+        tables: of each column of a table, or of a delta of one, the number of that: each has a group of its own.
     """
     number, filled, found = int(groups.max(initial=0)), GROUP_NBYTES * world, groups.tolist()
     for array, added in nbytes.items():
         if filled + added > GROUP_NBYTES * world:
             number, filled = number + 1, 0
         found[array], filled = number, filled + added
+    for array, part in tables.items():
+        found[array] = number + part
     return tuple(found)
 
 

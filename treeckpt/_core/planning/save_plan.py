@@ -44,6 +44,7 @@ from ..sharding.placements import (
     replicated_layout,
 )
 from ..sharding.region import MAX_NDIM, Region, earlier_overlaps, intersect, subtract
+from ..tree.structure import table_columns
 from .rank_trees import GlobalTree, LeafSpec
 
 # who writes what ------------------------------------------------------------------------------------------------------
@@ -69,6 +70,8 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """The group of arrays that stay the same, which has files of its own; 0 for none."""
     frozen: bool = False
     """Whether the tree says that it is not trained."""
+    table: int = 0
+    """The number of the keyed table, or of the delta of one, of which it is a column; 0 for no column."""
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +85,7 @@ def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
         TreeError: an array has too many dimensions.
     """
     found: list[tuple[int, ArrayLeaf]] = []
+    tables = table_columns(tree.structure)
     for number, leaf in enumerate(tree.leaves):
         if leaf.spec is None or leaf.alias_of is not None:
             continue
@@ -92,8 +96,8 @@ def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
         layout = leaf.layout or replicated_layout(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts
         frozen = leaf.spec.kind == "parameter" and not leaf.spec.requires_grad
-        array = ArrayLeaf(leaf.path, shape, dtype.itemsize, layout, align, leaf.per_rank, frozen=frozen)
-        found.append((number, array))
+        options = {"frozen": frozen, "table": tables.get(leaf.path, 0)}
+        found.append((number, ArrayLeaf(leaf.path, shape, dtype.itemsize, layout, align, leaf.per_rank, **options)))
     return found
 
 
@@ -135,10 +139,11 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
     """
     assignments: list[Assignment] = [FIRST_REPLICA] * len(leaves)
     streams: dict[bytes, list[int]] = {}
-    loads: dict[int, int] = {}
+    loads: dict[int, dict[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
-            assignments[i] = _assign_boxes(leaf, leaf.layout, loads)
+            # as below, each group by itself
+            assignments[i] = _assign_boxes(leaf, leaf.layout, loads.setdefault(leaf.group, {}))
         elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
