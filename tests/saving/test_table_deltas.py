@@ -307,6 +307,21 @@ def test_marks_of_a_save_that_failed_count_for_the_next_one(tmp_path: Path) -> N
     assert loaded.slots["x"][loaded.ids.argsort()].sum(1).nonzero()[0].tolist() == [5, 7] and report.nbytes < 200
 
 
+def test_marks_that_another_run_has_saved_are_not_missed(tmp_path: Path) -> None:
+    rows, comms = np.zeros((6000, 2)), [thread_comms(1)[0] for _ in range(2)]
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=4)
+    for step in range(4):
+        for run in range(2 if step % 2 else 1):
+            rows[10 * step + run] = 1
+            table.touched([10 * step + run])
+            before = step - (2 if run else 1)
+            base = {"base": tmp_path / f"{run}" / f"{before}"} if before >= 0 else {}
+            path = tmp_path / f"{run}" / f"{step}"
+            tc.save(path, {"emb": table}, comm=comms[run], **base)
+            loaded = tc.load(path)["emb"]
+            assert np.array_equal(np.asarray(loaded.slots["x"])[loaded.ids.argsort()], rows)
+
+
 def test_a_hash_table_of_the_program_marks_its_rows(tmp_path: Path) -> None:
     class Table:
         def __init__(self) -> None:

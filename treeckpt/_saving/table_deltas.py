@@ -249,7 +249,8 @@ def _changes(
 ) -> _Changes | None:
     """Returns what has changed in a table; None where that is not known."""
     if table.marks.position and known.marks is table.marks:
-        return _marked_changes(path, ids, table.marks.since(known.position), known.ids)
+        marked = table.marks.since(known.position)  # dropped where another run has saved the table since
+        return None if marked is None else _marked_changes(path, ids, marked, known.ids)
     if known.digests is None:
         return None
     digests = _digests(sources, len(ids.ids))

@@ -526,8 +526,8 @@ class RowMarks:
     """The ids that a program has marked as changed, in the order of its calls."""
 
     def __init__(self) -> None:
-        self.position = 0
-        """The number of calls so far."""
+        self.position = self._dropped = 0
+        """The number of calls so far, and of those whose ids were dropped."""
         self._parts: list[tuple[int, np.ndarray]] = []
         """(the position after a call, its ids)."""
 
@@ -539,13 +539,16 @@ class RowMarks:
             own, self._parts = np.unique(np.concatenate([own, *(part for _, part in self._parts)])), []
         self._parts.append((self.position, own))
 
-    def since(self, position: int) -> np.ndarray:
-        """Returns at least the ids that were marked after a position, rising, each once."""
+    def since(self, position: int) -> np.ndarray | None:
+        """Returns at least the ids that were marked after a position, rising, each once; None if some were dropped."""
+        if position < self._dropped:
+            return None
         parts = [part for end, part in self._parts if end > position]
         return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
     def drop(self, position: int) -> None:
         """Drops what was marked up to a position."""
+        self._dropped = max(self._dropped, position)
         self._parts = [part for part in self._parts if part[0] > position]
 
 
