@@ -39,5 +39,5 @@ def test_without_a_checkpoint_of_the_same_trees_what_is_frozen_gets_a_group() ->
 def test_new_groups_come_after_the_others_and_have_a_limit() -> None:
     groups, _ = kept_groups(5, [], references([1, 0, 0, 0, 0], [2, 1, 1, 1, 1]))
     half = GROUP_NBYTES // 2
-    assert with_new_groups(groups, {1: half, 2: half, 3: 1, 4: 3 * GROUP_NBYTES}, 1) == (1, 2, 2, 3, 4)
-    assert with_new_groups(groups, {1: half, 2: half, 3: 1, 4: 3 * GROUP_NBYTES}, 8) == (1, 2, 2, 2, 2)
+    assert with_new_groups(groups, {1: half, 2: half, 3: 1, 4: 3 * GROUP_NBYTES}, 1, {}) == (1, 2, 2, 3, 4)
+    assert with_new_groups(groups, {1: half, 2: half, 3: 1, 4: 3 * GROUP_NBYTES}, 8, {}) == (1, 2, 2, 2, 2)
