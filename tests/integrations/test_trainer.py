@@ -90,6 +90,46 @@ def test_killed_inside_a_save_a_run_goes_on_from_the_step_before_bit_for_bit(job
     assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(_mean_loss(whole, 5))
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["before", "within"])
+def test_weights_that_a_killed_process_has_not_made_are_made_when_it_resumes(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    from treeckpt.integrations.transformers import _hub_weights, _trainer
+
+    class Copied(_hub_weights.HubWeights):
+        """Copies the run's directory before or after it makes the weights of the last step, as a kill leaves it."""
+
+        def _write(self, source: Path, destination: Path) -> None:
+            if made:
+                super()._write(source, destination)
+            if source.name == "checkpoint-10":
+                shutil.copytree(source.parent, run)
+            if not made:
+                super()._write(source, destination)
+
+    run = tmp_path / "killed" / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(_trainer, "HubWeights", Copied)
+        whole = _train(job, tmp_path / "whole")
+    assert tc.exists(run / "checkpoint-10") and not (run / "checkpoint-10" / "model.safetensors").exists()
+    resumed = _train(job, tmp_path / "killed", resume=True)
+    assert _is_continued(resumed, whole, 10)
+    for step in (5, 10, STEPS):
+        names = {path.name for path in (run / f"checkpoint-{step}").iterdir()}
+        assert "model.safetensors" in names and not any(name.startswith("weights-") for name in names)
+    loaded, saved = (load_file(one / "checkpoint-10/model.safetensors") for one in (run, tmp_path / "whole" / "run"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_weights_of_deleted_steps_go_in_as_many_files_as_they_are(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeckpt.convert._conversion.SHARD_NBYTES", 10_000)
+    _train(job, tmp_path, save_total_limit=1)
+    [step] = (tmp_path / "run").iterdir()
+    assert step.name == f"checkpoint-{STEPS}" and (step / "model.safetensors.index.json").exists()
+
+
 def _mean_loss(trainer: Any, step: int) -> float:
     losses = [loss for at, loss in trainer.losses if at >= step]
     return sum(losses) / (STEPS - step)
@@ -224,6 +264,26 @@ def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: La
     opened = load_file(run / f"checkpoint-{STEPS}" / f"{file}.safetensors")
     saved = {name.replace(".default", ""): tensor for name, tensor in outcomes[0][1]["weights"].items()}
     assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [("1",), ("2",), ("1", "--lora"), ("2", "--lora"), ("3", "--lora")], ids="-".join)
+def test_killed_inside_the_export_of_a_step_it_opens_with_from_pretrained_after_the_resume(
+    tmp_path: Path, kill: tuple[str, ...]
+) -> None:
+    options = kill[1:]
+    killed = _launch(tmp_path / "killed", 1, *options, "--kill-in-export", *kill)
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    run, weights = tmp_path / "killed" / "run", "adapter_model.safetensors" if options else "model.safetensors"
+    assert tc.exists(run / "checkpoint-10") and not (run / f"checkpoint-{STEPS}" / weights).exists()
+    resumed = _launch(tmp_path / "killed", 1, *options)
+    assert resumed.returncode == 0, resumed.stdout
+    for step in (5, 10, STEPS):
+        folder = run / f"checkpoint-{step}"
+        opened = load_file(folder / weights)
+        saved = {name.replace(".default", ""): tensor for name, tensor in tc.load(folder)["model"].items()}
+        assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+        assert not list(folder.glob("weights-*")) and (folder / "other").is_dir() == bool(options)
 
 
 def _outcomes(directory: Path, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

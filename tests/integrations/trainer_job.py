@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +118,33 @@ class RecordedOwn(RecordedLosses, transformers.Trainer):
     """As the Trainer saves itself."""
 
 
+def kill_in_export(step: int, at: int) -> None:
+    """Kills this process where it is about to make a directory or file of a step's weights for `from_pretrained`."""
+    reached = 0
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        nonlocal reached
+        if event in ("tempfile.mkdtemp", "os.rename") and f"checkpoint-{step}/weights-" in str(given[0]):
+            reached += 1
+            if reached == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--kill-in", type=int, help="the step in whose save each rank kills itself")
+    parser.add_argument("--kill-in-export", type=int, help="which of the effects that make the weights of step 10")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
     options = parser.parse_args()
+    if options.kill_in_export:
+        kill_in_export(2 * SAVED_EVERY, options.kill_in_export)
     model = adapted(language_model()) if options.lora else language_model()
     args = arguments_of(options.directory, options.steps, per_device_train_batch_size=options.batch)
     kind: Any = RecordedOwn if options.own else Recorded

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_gather
 
 import treeckpt as tc
 
-from ._step_files import is_peft
+from ._step_files import SAVE_ONLY_MODEL, is_peft
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 _log = logging.getLogger("treeckpt")
@@ -64,7 +64,7 @@ class LoadsSteps(_Base):
         if self._opened is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         parts: dict[str, Any] = {}
-        if self._opened.custom_metadata.get("save_only_model"):
+        if self._opened.custom_metadata.get(SAVE_ONLY_MODEL):
             _log.warning("%s is of the model alone: optimizer, scheduler and generators start anew", self._opened.path)
         else:
             self._unlogged = {"loss": torch.zeros(()), "since": 0}

@@ -9,8 +9,9 @@ from transformers import Trainer
 
 import treeckpt as tc
 
+from ._hub_weights import HubWeights
 from ._loads import LoadsSteps
-from ._step_files import HubWeights, config_files, logged_metrics, state_file, state_function
+from ._step_files import SAVE_ONLY_MODEL, config_files, logged_metrics, state_file, state_function
 
 BEST = "best_metric"
 """A metric of the steps at which `metric_for_best_model` was better than before."""
@@ -67,6 +68,8 @@ class TreeckptMixin(LoadsSteps):
         if not self._is_warm:  # the optimizer has its state now
             self._is_warm, self._configs = True, config_files(self)
             tc.prewarm(self._training_state())
+        if self._weights is not None:
+            self._weights.repair()
         super()._maybe_log_save_evaluate(*args, **options)
 
     def _training_state(self) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class TreeckptMixin(LoadsSteps):
         if self._weights is not None:
             files = {**self._configs, "trainer_state.json": state_file(self)}
             self._weights.clear(path)
-        kind = {"save_only_model": self.args.save_only_model}
+        kind = {SAVE_ONLY_MODEL: self.args.save_only_model}
         saved = self._manager.save(step, self._training_state(), metrics=metrics, files=files, custom_metadata=kind)
         if self._weights is not None:
             self._weights.add(step, saved)
