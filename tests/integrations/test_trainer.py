@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -212,6 +212,39 @@ def test_adapters_are_saved_without_their_base_and_resume_bit_for_bit(job: Any, 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
 
 
+@pytest.mark.slow
+def test_incremental_steps_have_what_is_trained_alone_also_after_a_restart(job: Any, tmp_path: Path) -> None:
+    """By one line: `manager_options`."""
+    peft = pytest.importorskip("peft")
+
+    class Incremental(job.Recorded):
+        manager_options: ClassVar[Any] = {"incremental": True}
+
+    def adapted() -> Any:
+        model = job.language_model(n_embd=256)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))
+        model.add_adapter("other", peft.LoraConfig(r=256, target_modules=["c_proj"], fan_in_fan_out=True))
+        return model
+
+    def nbytes(name: str, step: int) -> int:
+        return sum(path.stat().st_size for path in (tmp_path / name / f"run/checkpoint-{step}").glob("shard-*"))
+
+    whole = _train(job, tmp_path / "whole", model=adapted())
+    _train(job, tmp_path / "part", Incremental, model=adapted())
+    for step in (10, STEPS):
+        shutil.rmtree(tmp_path / f"part/run/checkpoint-{step}")
+    resumed = _train(job, tmp_path / "part", Incremental, model=adapted(), resume=True)
+    assert _is_continued(resumed, whole, 5)
+    sizes = [(one.numel(), one.requires_grad) for name, one in whole.model.named_parameters() if "lora_" in name]
+    trained, frozen = (4 * sum(size for size, kind in sizes if kind == wanted) for wanted in (True, False))
+    assert nbytes("part", 5) > frozen + 3 * trained > 10 * 3 * trained
+    for step in (10, STEPS):  # parameters and two moments
+        assert 3 * trained < nbytes("part", step) < 1.05 * 3 * trained + 2**15 < nbytes("whole", step)
+        assert tc.verify(tmp_path / f"part/run/checkpoint-{step}").ok
+        opened = load_file(tmp_path / f"part/run/checkpoint-{step}/other/adapter_model.safetensors")
+        assert 4 * sum(tensor.numel() for tensor in opened.values()) == frozen
+
+
 class Launch(NamedTuple):
     """How a job runs."""
 
@@ -225,9 +258,12 @@ LAUNCHES = (
     Launch(1, 1),
     Launch(2, 2),
     Launch(2, 2, ("--fsdp",)),
-    Launch(2, 1, ("--fsdp",)),
+    Launch(2, 1, ("--fsdp", "--no-dropout")),
     Launch(2, 2, ("--lora",)),
     Launch(2, 2, ("--fsdp", "--lora")),
+    Launch(2, 2, ("--scaler",)),
+    Launch(2, 2, ("--adalora",)),
+    Launch(1, 1, ("--lora", "--incremental")),
 )
 
 
@@ -259,11 +295,33 @@ def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: La
         assert [step for step, _ in other["losses"]] == [step for step, _ in losses]
         if launch.ranks == launch.resumed:
             assert other["losses"] == losses and other["log"][:-1] == one["log"][:-1]
+            assert other["scaler"] == one["scaler"]
             assert all(torch.equal(other["weights"][name], tensor) for name, tensor in one["weights"].items())
-    file = "adapter_model" if "--lora" in launch.options else "model"
-    opened = load_file(run / f"checkpoint-{STEPS}" / f"{file}.safetensors")
+        else:
+            _check_resharded(tmp_path, launch, other["losses"])
+    opened = load_file(run / f"checkpoint-{STEPS}" / f"{_file(launch.options)}.safetensors")
     saved = {name.replace(".default", ""): tensor for name, tensor in outcomes[0][1]["weights"].items()}
-    assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+    cut = "--adalora" in launch.options  # to the ranks that are left
+    assert opened and (cut or all(torch.equal(saved[name], tensor) for name, tensor in opened.items()))
+
+
+def _file(options: tuple[str, ...]) -> str:
+    return "adapter_model" if {"--lora", "--adalora"} & {*options} else "model"
+
+
+def _check_resharded(directory: Path, launch: Launch, losses: list[tuple[int, float]]) -> None:
+    """Compares the losses of one rank with those of the ranks before, and after the resharding of torch itself."""
+    ranks = [torch.load(directory / "whole" / f"outcome-{rank}.pt")["losses"] for rank in range(launch.ranks)]
+    means = [sum(loss for _, loss in each) / launch.ranks for each in zip(*ranks, strict=True)]
+    assert [loss for _, loss in losses] == pytest.approx(means[-len(losses) :], rel=1e-6)
+    own = _launch(directory / "own", launch.ranks, *launch.options, "--own")
+    assert own.returncode == 0, own.stdout
+    for step in (10, STEPS):
+        shutil.rmtree(directory / "own" / "run" / f"checkpoint-{step}")
+    batch = 2 * launch.ranks // launch.resumed
+    own = _launch(directory / "own", launch.resumed, *launch.options, "--own", "--batch", f"{batch}")
+    assert own.returncode == 0, own.stdout
+    assert torch.load(directory / "own" / "outcome-0.pt")["losses"] == losses
 
 
 @pytest.mark.slow

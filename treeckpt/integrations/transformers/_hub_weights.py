@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import treeckpt as tc
 
 from ._hub_names import hub_rules
-from ._step_files import SAVE_ONLY_MODEL, is_peft
+from ._step_files import ADAPTER_CONFIG, SAVE_ONLY_MODEL, is_peft
 
 _log = logging.getLogger("treeckpt")
 WORK = "weights-"
@@ -106,9 +106,10 @@ def _rules_of(model: Any) -> tuple[tc.rules.Rule, ...]:
 def _made_in(folder: Path) -> list[Path]:
     """Returns what was made in a step's directory: weights, and directories of adapters or of work that was killed."""
     there = list(folder.iterdir()) if folder.is_dir() else []
-    directories = [one for one in there if (one / "adapter_config.json").exists() or one.name.startswith(WORK)]
-    weights = [one for one in there if one.name.endswith((".safetensors", ".safetensors.index.json"))]
-    return directories + [one for one in weights if not one.name.startswith("shard-")]
+    directories = [one for one in there if (one / ADAPTER_CONFIG).exists() or one.name.startswith(WORK)]
+    files = [one for one in there if one.name.endswith((".safetensors", ".safetensors.index.json"))]
+    named = [one for one in there if one.name == ADAPTER_CONFIG]
+    return [*directories, *named, *(one for one in files if not one.name.startswith("shard-"))]
 
 
 def _remove_made(folder: Path) -> None:

@@ -18,6 +18,9 @@ import treeckpt as tc
 SAVE_ONLY_MODEL = "save_only_model"
 """In the custom metadata of each step: whether it has the model alone."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""A file of PEFT that is made together with the weights, as with AdaLoRA it says their shapes."""
+
 
 def is_peft(model: Any) -> bool:
     """Whether a model is one of PEFT."""
@@ -37,6 +40,15 @@ def state_function(model: Any) -> Callable[..., dict[str, Any]]:
     return peft_state
 
 
+def adalora_ranks(model: Any) -> Any:
+    """Returns what AdaLoRA trains by, if the model is one of PEFT."""
+    if not is_peft(model):
+        return None
+    from ..peft import AdaLoraRanks
+
+    return AdaLoraRanks(model)
+
+
 def logged_metrics(state: Any) -> dict[str, float]:
     """Returns the numbers that were logged at the present step."""
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
@@ -46,11 +58,11 @@ def logged_metrics(state: Any) -> dict[str, float]:
 
 def config_files(trainer: Any) -> dict[str, bytes]:
     """Returns the files that the Trainer writes beside weights, by name; none where it does not write."""
-    names = trainer.model.state_dict() if is_peft(trainer.model) else ()  # for PEFT there must be some weights
+    named = trainer.model.state_dict() if is_peft(trainer.model) else {}  # for PEFT there must be some weights
     with tempfile.TemporaryDirectory() as made:
-        trainer._save(made, state_dict={name: torch.zeros(1) for name in names})
+        trainer._save(made, state_dict={name: torch.zeros(1).expand(one.shape) for name, one in named.items()})
         files = [path for path in Path(made).iterdir() if path.is_file() and path.suffix != ".safetensors"]
-        return {path.name: path.read_bytes() for path in files}
+        return {path.name: path.read_bytes() for path in files if path.name != ADAPTER_CONFIG}
 
 
 def state_file(trainer: Any) -> bytes:

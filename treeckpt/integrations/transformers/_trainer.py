@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import Trainer
@@ -24,17 +26,19 @@ class TreeckptMixin(LoadsSteps):
     `from_pretrained` opens, come later: at the end of `train` at the latest.
     """
 
+    manager_options: Mapping[str, Any] = MappingProxyType({})
+    """Options of `treeckpt.Manager`, as `{"incremental": True}`; may be set before `train`."""
     _weights: Any = None
     """On rank 0, the `HubWeights`."""
     _is_warm = False
 
     def make_manager(self, run: str) -> tc.Manager:
-        """Returns the manager of a run's directory; override it to give it other options."""
+        """Returns the manager of a run's directory."""
         keep: Any = self.args.save_total_limit or None
         if keep and self.args.metric_for_best_model and self.args.eval_strategy != "no":
             best = tc.policy.Best(BEST, mode="max" if self.args.greater_is_better else "min")
             keep = tc.policy.Total(max(keep, 2), including=best)
-        return tc.Manager(run, name="checkpoint-{step}", keep=keep)
+        return tc.Manager(run, **{"name": "checkpoint-{step}", "keep": keep, **self.manager_options})
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **options: Any) -> Any:
         """Trains as `transformers.Trainer.train` does.
@@ -75,7 +79,7 @@ class TreeckptMixin(LoadsSteps):
     def _training_state(self) -> dict[str, Any]:
         loss: Any = self._tr_loss
         self._unlogged = {"loss": loss.detach(), "since": self._globalstep_last_logged}
-        parts = {"rng": False} if self.args.save_only_model else self._parts()
+        parts = {"rng": False, **self._model_parts()} if self.args.save_only_model else self._parts()
         return state_function(self.model)(self.model_wrapped, **parts)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
