@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +25,8 @@ class TreeckptMixin(LoadsSteps):
     `from_pretrained` opens, come later: at the end of `train` at the latest.
     """
 
-    manager_options: Mapping[str, Any] = MappingProxyType({})
-    """Options of `treeckpt.Manager`, as `{"incremental": True}`; may be set before `train`."""
+    manager_options: Any = MappingProxyType({})
+    """A dict with options of `treeckpt.Manager`, as `{"incremental": True}`: set it before `train`."""
     _weights: Any = None
     """On rank 0, the `HubWeights`."""
     _is_warm = False
@@ -38,7 +37,8 @@ class TreeckptMixin(LoadsSteps):
         if keep and self.args.metric_for_best_model and self.args.eval_strategy != "no":
             best = tc.policy.Best(BEST, mode="max" if self.args.greater_is_better else "min")
             keep = tc.policy.Total(max(keep, 2), including=best)
-        return tc.Manager(run, **{"name": "checkpoint-{step}", "keep": keep, **self.manager_options})
+        options: Any = {"name": "checkpoint-{step}", "keep": keep, **self.manager_options}
+        return tc.Manager(run, **options)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **options: Any) -> Any:
         """Trains as `transformers.Trainer.train` does.
