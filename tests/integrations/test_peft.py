@@ -116,7 +116,9 @@ def test_adalora_goes_on_bit_for_bit_and_exports_the_ranks_that_were_saved(peft:
     for number in range(1, 12):
         losses.append(step(model, optimizer, number))
         tc.save(tmp_path / f"{number}", peft_state(model, optimizer, extra={"adalora": AdaLoraRanks(model)}))
+        before = AdaLoraRanks(model).state_dict()["patterns"]
         model.save_pretrained(tmp_path / f"own-{number}")
+        assert AdaLoraRanks(model).state_dict()["patterns"] == before
     for number in (1, 6, 9):  # before it takes ranks away, while it does, and after that
         other, others = adalora()
         ranks = {"adalora": AdaLoraRanks(other)}

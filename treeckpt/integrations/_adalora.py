@@ -36,15 +36,21 @@ class AdaLoraRanks:
     def state_dict(self) -> dict[str, Any]:
         configs, allocator = self._model.peft_config, self._allocator
         return {
-            "patterns": {name: json.dumps(configs[name].rank_pattern) for name in self.adapters},
+            "patterns": {name: _text(name, configs[name].rank_pattern) for name in self.adapters},
             "importances": {name: {**getattr(allocator, name)} for name in IMPORTANCES if allocator is not None},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for adapter in self.adapters:
             self._model.peft_config[adapter].rank_pattern = json.loads(state["patterns"][adapter])
-        for name, tensors in state["importances"].items():
-            setattr(self._allocator, name, tensors)
+        devices = {name: one.device for name, one in self._model.base_model.model.named_parameters()}
+        for kind, tensors in state["importances"].items():
+            setattr(self._allocator, kind, {name: one.to(devices[name]) for name, one in tensors.items()})
+
+
+def _text(adapter: str, pattern: dict[str, list[bool]] | None) -> str:
+    """Returns a pattern as JSON, by names without the adapter's: a save by PEFT changes them so, on one rank alone."""
+    return json.dumps(pattern and {name.replace(f".{adapter}", ""): ranks for name, ranks in pattern.items()})
 
 
 def peft_model(model: Any) -> Any:

@@ -43,10 +43,8 @@ class _SavesOnAllRanks(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Saves parameters and DTensors of all ranks, the loops and loaders of each, and what else rank 0 has."""
-        state, own = (
-            copy.copy(checkpoint["state_dict"]),
-            dict(self.lightning_module.named_parameters(remove_duplicate=False)),
-        )
+        state = copy.copy(checkpoint["state_dict"])
+        own = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         state |= {k: tc.FromRank(v) for k, v in state.items() if k not in own and not isinstance(v, DTensor)}
         tree = {k: tc.FromRank(v) if isinstance(v, dict) else v for k, v in checkpoint.items()}
         tree |= {"state_dict": state, "loops": tc.PerRank(checkpoint["loops"])}

@@ -43,12 +43,18 @@ class HubWeights:
         self._thread.shutdown()
 
     def clear(self, path: str = "") -> None:
-        """Removes the weights of deleted steps, and those at a path that will be saved again."""
+        """Removes the weights of deleted steps, and those at a path."""
         for folder in [one for one in list(self._folders) if one == Path(path) or not tc.exists(one)]:
             self._folders.discard(folder)
             _remove_made(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def replace(self, path: str) -> None:
+        """Removes the weights of a step that will be saved, those too that are being made."""
+        if Path(path) in self._folders:
+            self.wait()
+        self.clear(path)
 
     def add(self, step: int, saved: Any = None) -> None:
         """Makes the weights of a step in the background, once it is committed; if saved before, those it lacks."""
@@ -73,9 +79,9 @@ class HubWeights:
                 return
             if isinstance(saved, tc.Pending):
                 saved.result()
+            self._folders.add(folder)
             _remove_made(folder)
             with self._manager.reading(step), tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as made:
-                self._folders.add(folder)
                 self._write(folder, Path(made, "files"))
                 for path in Path(made, "files").iterdir():
                     if not (folder / path.name).exists():

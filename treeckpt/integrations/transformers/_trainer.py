@@ -92,7 +92,7 @@ class TreeckptMixin(LoadsSteps):
             state.best_model_checkpoint, metrics[BEST] = path, state.best_metric
         if self._weights is not None:
             files = {**self._configs, "trainer_state.json": state_file(self)}
-            self._weights.clear(path)
+            self._weights.replace(path)
         kind = {SAVE_ONLY_MODEL: self.args.save_only_model}
         saved = self._manager.save(step, self._training_state(), metrics=metrics, files=files, custom_metadata=kind)
         if self._weights is not None:
