@@ -120,8 +120,7 @@ def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> d
         batches = loader
     made.wait_for_saves()
     weights: dict[str, Any] = net.state_dict()
-    made.end_training()
-    return {
+    outcome = {
         "weights": {
             name.removeprefix("module."): one.full_tensor() if isinstance(one, DTensor) else one
             for name, one in weights.items()
@@ -132,6 +131,8 @@ def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> d
         "scaler": made.scaler.state_dict(),
         "path": report and report.path,
     }
+    made.end_training()
+    return outcome
 
 
 def main() -> None:
