@@ -83,6 +83,14 @@ def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> d
         killed: makes the context of the save in which the run is killed.
     """
     made = accelerator(options)
+    outcome = train_with(made, options, killed)
+    made.free_memory()  # while there is a process group: to be its last holder can be a deadlock of torch's
+    made.end_training()
+    return outcome
+
+
+def train_with(made: TreeckptAccelerator, options: argparse.Namespace, killed: Killed) -> dict[str, Any]:
+    """Trains with an accelerator."""
     net = job.network(dropout=options.dropout)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -120,7 +128,7 @@ def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> d
         batches = loader
     made.wait_for_saves()
     weights: dict[str, Any] = net.state_dict()
-    outcome = {
+    return {
         "weights": {
             name.removeprefix("module."): one.full_tensor() if isinstance(one, DTensor) else one
             for name, one in weights.items()
@@ -131,8 +139,6 @@ def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> d
         "scaler": made.scaler.state_dict(),
         "path": report and report.path,
     }
-    made.end_training()
-    return outcome
 
 
 def main() -> None:
