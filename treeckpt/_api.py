@@ -123,7 +123,7 @@ def save(
             of 64 MiB each, 256 MiB in all; rank 0's, read there. `read_file` reads one, others open `path/config.json`.
         overwrite: replaces a checkpoint at `path`, which stays valid until the new one is committed.
         base: an earlier checkpoint in a directory beside `path`: its files that have what is saved here, byte for byte,
-            are named where they are, not written again. Frozen parameters, and what has stayed, get files of their own.
+            are not written again, nor rows of a `KeyedTable` that have stayed since this process saved it there.
         verify_replicas: how what several ranks hold is compared: up to 64 KiB always as a whole; larger arrays by
             samples, 1 KiB of each 256 KiB ("sample"), by all bytes (True), or not (False); any rank's is saved.
         allow_pickle: stores values of unknown kinds as pickles; load reads them with `allow_pickle=True` only.

@@ -156,3 +156,11 @@ def test_a_replica_of_another_initialisation_is_found_in_each_of_1000_trees() ->
 
 def test_samples_are_few() -> None:
     assert SAMPLE_NBYTES * 250 <= PERIOD_NBYTES and SMALL_LEAF_NBYTES < PERIOD_NBYTES
+
+
+def test_a_small_strided_vector_on_a_device_has_the_digest_of_its_elements() -> None:
+    vector, box = torch.arange(2000.0)[::2], Region.whole((1000,))
+    [on_device, on_host] = digests_of(
+        [ComparedPart(data, box, 4) for data in (DeviceArray(vector), tensor_data(vector))]
+    )
+    assert on_device == on_host

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,25 +17,11 @@ import treeckpt as tc
 from tests.bench import speed
 from tests.bench.device_limits import DeviceLimits
 from tests.bench.states import synchronize
-from tests.helpers.devices import CUDA_MARKS, DEVICES
+from tests.helpers.devices import CUDA_MARKS, DEVICES, leaves_of, state_on
 from treeckpt import training
 from treeckpt._saving.staging import Arena, cuda_pinning
 
-QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-DTYPES = [
-    dtype
-    for name, dtype in sorted(vars(torch).items())
-    if isinstance(dtype, torch.dtype) and name == str(dtype).removeprefix("torch.") and dtype not in QUANTISED
-    if not name.startswith("bits")
-]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-
-
-def filled(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (6, 8)) -> torch.Tensor:
-    """A tensor of random bytes on a device."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    data = np.random.default_rng(dtype.itemsize).integers(0, 2 if dtype is torch.bool else 256, count, np.uint8)
-    return torch.from_numpy(data).to(device).view(dtype).view(shape)
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
@@ -44,31 +29,8 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return plain.dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def state_on(device: str) -> dict[str, Any]:
-    """A leaf of every dtype, views, conjugates, a parameter, a scalar and an empty tensor."""
-    base = torch.arange(4000.0, device=device).reshape(50, 80)
-    number = torch.view_as_complex(base.reshape(-1, 2).contiguous())
-    return {
-        "dtypes": {str(dtype): filled(dtype, device) for dtype in DTYPES},
-        "transposed": base.t(),
-        "strided": base[::2, 1::3],
-        "conjugate": number.conj(),
-        "negative": number.conj().imag,
-        "parameter": nn.Parameter(torch.randn(3, 5, device=device)),
-        "scalar": torch.tensor(2.5, device=device),
-        "empty": torch.empty(0, 3, device=device),
-        "tied": (base, base),
-        "number": 7,
-    }
-
-
-def leaves(tree: dict[str, Any]) -> dict[str, torch.Tensor]:
-    flat = {**tree["dtypes"], **{name: leaf for name, leaf in tree.items() if isinstance(leaf, torch.Tensor)}}
-    return flat | {"first": tree["tied"][0], "second": tree["tied"][1]}
-
-
 def all_same(found: dict[str, Any], saved: dict[str, Any], device: str) -> bool:
-    pairs = [(leaf, leaves(saved)[name]) for name, leaf in leaves(found).items()]
+    pairs = [(leaf, leaves_of(saved)[name]) for name, leaf in leaves_of(found).items()]
     assert {leaf.device.type for leaf, _ in pairs} == {device}
     return all(bits(a) == bits(b) for a, b in pairs)
 
@@ -90,7 +52,7 @@ def test_every_dtype_and_view_comes_back_to_the_device(tmp_path: Path, device: s
     assert all_same(tc.load(path), {**state}, "cpu"), "without a device new tensors are on the host"
     target = state_on(device)
     with torch.no_grad():
-        for leaf in leaves(target).values():  # not every dtype has a kernel that fills
+        for leaf in leaves_of(target).values():  # not every dtype has a kernel that fills
             (leaf.view(torch.uint8) if leaf.shape == (6, 8) else leaf).zero_()
     tc.load_into(path, target)
     assert all_same(target, state, device)
@@ -188,7 +150,7 @@ def test_trees_are_copied_to_host_memory_and_back_while_the_device_works(device:
         tc.trees.copy_into(tree, into, non_blocking=True)
         synchronize(torch.device(device))
         assert all_same(into, tree, "cpu")
-        for leaf in leaves(into).values():
+        for leaf in leaves_of(into).values():
             assert not leaf.numel() or (leaf.is_shared(), leaf.is_pinned()) == (share, pin and device == "cuda")
         back = tc.trees.empty_like(tree)
         tc.trees.copy_into(into, back, non_blocking=True)

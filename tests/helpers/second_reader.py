@@ -120,13 +120,18 @@ class SecondReader:
 
     def __init__(self, directory: Path) -> None:
         document = open_sealed((directory / "index.json").read_bytes())
-        assert (document["format"], document["version"]) == ("treeckpt", 1)
         self.directory, index = directory, document["index"]
+        assert (document["format"], document["version"]) == ("treeckpt", 2 if "references" in index else 1)
         self.index = index = unpack(index) if "ranges" in index else index
         self.groups = list(self._groups(index["structure"], None))
         self.files = list(
             zip(*(column(index["files"][key]) for key in ("rank", "part", "stream", "header")), strict=True)
         )
+        shared = index.get("references", {})
+        self.homes = [[directory.name, index["save_id"]], *shared.get("homes", [])]
+        own = [[0] * len(self.files), [file[1] for file in self.files]]
+        columns = [column(shared[key]) for key in ("home", "home_part")] if len(self.homes) > 1 else own
+        self.places = dict(zip(self.files, zip(*columns, strict=True), strict=True))
         self.opened: dict[str, bytes] = {}
         self._place_boxes()
 
@@ -158,11 +163,12 @@ class SecondReader:
 
     def _data(self, rank: int, start: int, nbytes: int) -> bytes:
         """Returns bytes of a rank's stream, from a file whose checksums agree."""
-        _, part, stream, header = [file for file in self.files if file[0] == rank and file[2] <= start][-1]
+        _, _, stream, header = file = [file for file in self.files if file[0] == rank and file[2] <= start][-1]
+        home, part = self.places[file]
         number = f"{rank:05d}.{part:03d}" if part else f"{rank:05d}"
-        name = f"shard-{number}-of-{self.index['world']:05d}.{self.index['save_id']}.safetensors"
+        name = f"shard-{number}-of-{self.index['world']:05d}.{self.homes[home][1]}.safetensors"
         if name not in self.opened:
-            data = self.opened[name] = (self.directory / name).read_bytes()
+            data = self.opened[name] = (self.directory.parent / self.homes[home][0] / name).read_bytes()
             facts = open_sealed(data[:header])["__metadata__"]
             hashes, block = np.frombuffer(base64.b64decode(facts["hashes"]), "<u8"), int(facts["block"])
             blocks = [data[at : at + block] for at in range(header, len(data), block)]
@@ -209,8 +215,21 @@ class SecondReader:
         items = [self._tree(child, rank, numbers) for child in children]
         if kind in ("list", "tuple", "deque"):
             return tuple(items) if kind == "tuple" else items
-        keys = ["ids", "offsets", "slots", "scalars"] if kind == "table" else map(value, facts[-1])
-        return dict(zip(keys, items, strict=True))
+        if kind == "table":
+            table = dict(zip(["ids", "offsets", "slots", "scalars"], items, strict=False))
+            return _with_deltas(table, items[4]) if len(items) > 4 else table
+        return dict(zip(map(value, facts[-1]), items, strict=True))
+
+
+def _with_deltas(table: Any, deltas: Any) -> Any:
+    """A table whose rows are those that count, in no order; its offsets are left out."""
+    rows = {i: (table, n) for n, i in enumerate(table["ids"].tolist())}
+    for delta in deltas:
+        for i in delta["deleted"]["ids"].tolist():
+            del rows[i]
+        rows.update((i, (delta["rows"], n)) for n, i in enumerate(delta["rows"]["ids"].tolist()))
+    slots = {name: np.stack([own["slots"][name][n] for own, n in rows.values()]) for name in table["slots"]}
+    return {"ids": np.array([*rows], np.int64), "slots": slots, "scalars": table["scalars"]}
 
 
 def read(directory: Path) -> Any:

@@ -15,9 +15,12 @@ import torch
 import treeckpt as tc
 from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
 from tests.helpers.world import on_ranks
+from treeckpt._arrays.base import LazyArray
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.sharding.int_runs import decode_runs
+from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt._saving.incremental import KnownFiles
 
@@ -56,6 +59,27 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, save: Save) -> None:
     assert data_nbytes(tmp_path / "step_4") < trained + 2 * 4096
     homes = tc.inspect(tmp_path / "step_4").references
     assert homes is not None and [home.directory for home in homes.homes] == ["step_1"]
+
+
+@pytest.mark.parametrize("save", [tc.save, save_in_process, save_in_thread, save_lazily])
+def test_what_is_unchanged_is_read_once_and_not_staged(tmp_path: Path, save: Save) -> None:
+    data, read = np.arange(400_000, dtype=np.int64), list[int]()
+
+    def lazily(region: Region) -> np.ndarray:
+        part = data[region.slices()]
+        read.append(part.nbytes)
+        return part.view("<u8")
+
+    leaf, changes = LazyArray(ArraySpec(data.shape, "int64", kind="numpy"), lazily), np.zeros(1000)
+    for step in range(6):
+        changes += 1
+        read.clear()
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        report = save(tmp_path / f"{step}", {"changes": changes, "stays": leaf}, **base)
+        shared = data.nbytes if step > 3 else 0
+        assert report.shared_nbytes == shared and sum(read) == data.nbytes
+        assert report.staged_nbytes == (0 if save is tc.save else changes.nbytes + data.nbytes - shared)
+    np.testing.assert_array_equal(tc.load(tmp_path / "5")["stays"], data)
 
 
 def test_what_stays_in_three_checkpoints_gets_files_of_its_own(tmp_path: Path) -> None:

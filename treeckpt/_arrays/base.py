@@ -182,11 +182,10 @@ class FlatRangeArray:
 
     def tensor_at(self, box: Box) -> Any:
         """Returns a box as a view of a tensor; None where the range is not one of a tensor."""
-        tensor_at = getattr(self.data, "tensor_at", None)
-        if tensor_at is None:
-            return None
         low, high = self._span(box)
-        span = tensor_at((slice(low, high),))
+        span = tensor_at(self.data, (slice(low, high),))
+        if span is None:
+            return None
         shape = tuple(max(side.stop - side.start, 0) for side in box)
         return span.as_strided(shape, c_strides(self.shape, span.stride(0)), span.storage_offset())
 
@@ -208,6 +207,12 @@ class FlatRangeArray:
             span = np.array(self.data.read(where))
             self._inside(span, box)[...] = data
             self.data.write(where, span)
+
+
+def tensor_at(data: object, box: Box) -> Any:
+    """Returns a box of an array as a view of a tensor, where numpy cannot address it; None for any other array."""
+    view = getattr(data, "tensor_at", None)
+    return None if view is None else view(box)
 
 
 Allocate = Callable[[int], memoryview]
@@ -253,6 +258,18 @@ class ArraySource(msgspec.Struct, frozen=True, gc=False):
     pieces: Sequence[SourcePiece]
     storage: Storage | None = None
     """The memory, to find aliases; None where it is not compared with that of other arrays, as of lazy ones."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether another checkpoint has it, and it is not written again."""
+        return any(isinstance(piece.data, StoredElsewhere) for piece in self.pieces)
+
+
+class StoredElsewhere:
+    """The data of an array that another checkpoint has in its files, and that is not written again."""
+
+    def read(self, box: Box) -> np.ndarray:
+        raise AssertionError("its files are shared")
 
 
 class ArrayTarget(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -16,13 +16,21 @@ from .._core.sharding.region import Region, c_strides, overlapping_groups
 from .._core.tree.flatten import flatten
 from .._core.tree.keyed_table import TableColumn
 from .._core.tree.spec import BLOB_KINDS, ArraySpec, StridedView
-from .._core.tree.structure import TABLE_KEYS, index_path, rank_key
+from .._core.tree.structure import TABLE_KEYS, Structure, index_path, rank_key
 from .._core.tree.value_codec import Value
 from .base import ArraySource, SourcePiece, Storage
 from .digests import ComparedPart, Comparison, compared, digests_of
 from .registry import BLOB_TYPES, blob_source, encode, source_of
 from .sharded import Sharded
 from .table_columns import column_source, shift_offsets, shift_rows
+
+
+class TableReplacer(Protocol):
+    """Has tables that are saved as deltas in the place of whole ones."""
+
+    def replace(self, tree: object, columns: Sequence[tuple[str, TableColumn]]) -> object:
+        """Returns the tree with such tables, or the very tree; `columns` are those in it, with their paths."""
+        ...
 
 
 class DescribedTree(msgspec.Struct, frozen=True):
@@ -55,6 +63,7 @@ def describe_tree(
     members: tuple[int, ...] | None = None,
     tables: bool = False,
     blobs: bool = False,
+    deltas: TableReplacer | None = None,
 ) -> DescribedTree:
     """Flattens a tree and describes its leaves.
 
@@ -63,11 +72,12 @@ def describe_tree(
         tables: there may be keyed tables; `place_table_rows` then sets the global offsets of their rows.
         blobs: texts and bytes of more than `MAX_VALUE_NBYTES` are described as arrays, with one of `BLOB_KINDS`.
         members: where a group of ranks saves, the global rank of each, which distributed arrays use.
+        deltas: has tables that are saved as deltas in their place.
 
     Raises:
         TreeError, LayoutError: a leaf cannot be saved; it is named.
     """
-    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    structure, leaves = _flatten(tree, rank, namespace, deltas)
     mark = rank_key(rank)
     sources: dict[str, ArraySource] = {}
     values: dict[str, Value] = {}
@@ -103,6 +113,17 @@ def describe_tree(
                 specs.append(LeafSpec(path, source.spec, layout, per_rank=() if own else None, rows=rows))
     inventory = Inventory(structure, tuple(_with_aliases(specs, sources)))
     return DescribedTree(inventory, sources, values, own_values)
+
+
+def _flatten(
+    tree: object, rank: int, namespace: str, deltas: TableReplacer | None
+) -> tuple[Structure, list[tuple[str, Any]]]:
+    """Flattens a tree, with deltas in the place of tables."""
+    structure, leaves = flatten(tree, rank=rank, namespace=namespace)
+    columns = [(path, leaf) for path, leaf in leaves if type(leaf) is TableColumn] if deltas is not None else []
+    if deltas is not None and columns and (other := deltas.replace(tree, columns)) is not tree:
+        return flatten(other, rank=rank, namespace=namespace)
+    return structure, leaves
 
 
 def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:
@@ -194,7 +215,7 @@ def content_digests(described: DescribedTree, compare: Comparison) -> dict[str, 
     parts: dict[str, ComparedPart] = {}
     for spec in described.inventory.leaves:
         source = described.sources.get(spec.path)
-        if source is None or spec.per_rank is not None:
+        if source is None or spec.per_rank is not None or source.is_stored:
             continue
         itemsize = dtype_of(source.spec.dtype).itemsize
         if spec.rows is not None and isinstance(source.layout, BoxLayout):
@@ -244,8 +265,10 @@ def box_digests(
     """Returns (number of the box, digest) for each listed piece of this rank that holds a box."""
     pieces: dict[str, Sequence[SourcePiece]] = {}
     for spec in described.inventory.leaves:
-        if isinstance(spec.layout, BoxLayout) and spec.rows is None:  # `content_digests` has those of tables
-            pieces[spec.path] = described.sources[spec.path].pieces
+        source = described.sources.get(spec.path)
+        # `content_digests` has those of tables
+        if source is not None and isinstance(spec.layout, BoxLayout) and spec.rows is None and not source.is_stored:
+            pieces[spec.path] = source.pieces
     numbers: list[int] = []
     parts: list[ComparedPart] = []
     for number, (path, box) in enumerate(boxes):

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from .._core.sharding.region import Region, flat_regions
-from .base import ArrayReader, FlatRangeArray, HostArray, HostMemory
+from .base import ArrayReader, FlatRangeArray, HostArray, HostMemory, tensor_at
 from .registry import torch_adapter
 
 Comparison = bool | Literal["sample"]
@@ -112,8 +112,7 @@ def digests_of(parts: Sequence[ComparedPart]) -> list[bytes]:
 
 def _gathered(part: ComparedPart) -> Any:
     """Returns the bytes of an array on a device that are compared, as a tensor there; None for an array elsewhere."""
-    tensor_at = getattr(part.data, "tensor_at", None)
-    tensor = tensor_at(part.box.slices()) if tensor_at is not None and part.box.size else None
+    tensor = tensor_at(part.data, part.box.slices()) if part.box.size else None
     if tensor is None:
         return None
     return torch_adapter().gather_samples(tensor, SampleRuns.of(part.box.size, part.itemsize) if part.sampled else None)

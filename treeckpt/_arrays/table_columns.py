@@ -17,11 +17,29 @@ import numpy as np
 
 from .._core.sharding.placements import BoxLayout
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import Executor, RowOrder, TableColumn, buckets_of, owned_text, sort_rows
+from .._core.tree.keyed_table import (
+    ColumnRows,
+    Executor,
+    RowOrder,
+    TableColumn,
+    buckets_of,
+    owned_text,
+    sort_rows,
+)
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._threads import WorkerThreads
 from ..errors import TreeError
-from .base import ArrayReader, ArraySource, ArrayWriter, Box, HostArray, HostMemory, SourcePiece, raw_dtype
+from .base import (
+    ArrayReader,
+    ArraySource,
+    ArrayWriter,
+    Box,
+    HostArray,
+    HostMemory,
+    SourcePiece,
+    StoredElsewhere,
+    raw_dtype,
+)
 
 INT64 = "int64"
 CHECKED_ROWS = 1 << 20
@@ -96,9 +114,11 @@ def column_source(
     """
 
     def describe(array: Any) -> ArraySource:
-        return _plain(source_of(array, path, rank), array, path)
+        return column_array(array, path, rank, source_of)
 
     table = column.view.table
+    if isinstance(table.ids, ColumnRows) and table.ids.rows is None:
+        return _stored_source(column, table.ids, rank)
     held = column.view.held
     if held is None:
         held = column.view.held = _held(column, path, describe(table.ids))
@@ -125,7 +145,27 @@ def column_source(
     return ArraySource(spec, BoxLayout(((rank, owned),)), (piece,)), rows
 
 
-def _plain(source: ArraySource | None, array: Any, path: str) -> ArraySource:
+def _stored_source(column: TableColumn, ids: ColumnRows, rank: int) -> tuple[ArraySource, int | None]:
+    """Describes a column that another checkpoint has; as `column_source`."""
+    table, rows = column.view.table, ids.shape[0]
+    start, stop = table.owned
+    spec = ArraySpec((rows,), INT64, kind="numpy") if column.kind == "offsets" else column.array.spec
+    row, is_offsets = spec.shape[1:], column.kind == "offsets"
+    corner, count = tuple(0 for _ in row), stop - start
+    owned = Region((start, *corner), (count, *row))
+    here = owned if is_offsets else Region((0, *corner), (rows, *row))
+    spec = msgspec.structs.replace(spec, shape=(table.spec.buckets, *row))
+    source = ArraySource(spec, BoxLayout(((rank, owned),)), (SourcePiece(here, StoredElsewhere()),))
+    return source, None if is_offsets else rows
+
+
+def column_array(
+    array: Any, path: str, rank: int, source_of: Callable[[Any, str, int], ArraySource | None]
+) -> ArraySource:
+    """Describes the array of a column, in the order of the program; raises TreeError where it is no plain array."""
+    if isinstance(array, ColumnRows) and array.rows is not None:
+        return ArraySource(array.spec, None, (SourcePiece(Region.whole(array.shape), HostArray(array.rows)),))
+    source = source_of(array, path, rank)
     if source is None or source.layout is not None:
         kind, no_array = type(array).__name__, "Make it a numpy array or a tensor, of a row for each id"
         raise TreeError(
@@ -135,6 +175,25 @@ def _plain(source: ArraySource | None, array: Any, path: str) -> ArraySource:
             hint=no_array if source is None else "Each owner gives its own rows; which those are, owned= says",
         )
     return source
+
+
+def gather_rows(
+    array: Any, source: ArraySource, rows: np.ndarray, source_of: Callable[[Any, str, int], ArraySource | None]
+) -> ColumnRows:
+    """Returns a copy of rows of a column in host memory; `source` describes its array."""
+    data = source.pieces[0].data
+    if isinstance(data, (HostArray, HostMemory)):
+        copied = np.take(data.array, rows, axis=0)
+    else:
+        shape = (len(rows), *source.spec.shape[1:])
+        whole = tuple(slice(0, n) for n in shape)
+        copied = np.ascontiguousarray(_IndexedRows(array, rows, lambda part: source_of(part, "", 0)).read(whole))
+    return ColumnRows(msgspec.structs.replace(source.spec, shape=copied.shape), copied)
+
+
+def table_threads() -> WorkerThreads:
+    """Returns the threads that sort, gather and mix the rows of a table."""
+    return WorkerThreads(min(THREADS, os.cpu_count() or 1))
 
 
 def _in_order(
@@ -164,7 +223,7 @@ def _held(column: TableColumn, path: str, source: ArraySource) -> TableRows:
     table = column.view.table
     if source.spec.dtype != INT64 or len(source.spec.shape) != 1:
         raise TreeError(path, expected="ids of int64[N]", found=f"{source.spec.dtype} of shape {source.spec.shape}")
-    ids, together = read_ids(source), WorkerThreads(min(THREADS, os.cpu_count() or 1))
+    ids, together = read_ids(source), table_threads()
     arranged = sort_rows(ids, table.spec, table.keep, path, execute=together)
     held, starts, (start, stop) = TableRows(ids, arranged, together), arranged.starts, table.owned
     if starts[stop] - starts[start] != held.count:
@@ -189,6 +248,8 @@ def shift_rows(source: ArraySource, start: int) -> ArraySource:
 def shift_offsets(source: ArraySource, start: int) -> None:
     """Sets the bucket offsets of a table whose first row here is `start`, in place."""
     memory = source.pieces[0].data
+    if isinstance(memory, StoredElsewhere):
+        return
     assert isinstance(memory, HostArray), "as column_source created it"
     memory.array[...] += start - (memory.array[0] if memory.array.size else 0)
 
@@ -208,17 +269,32 @@ class SelectedRowsWriter:
         low, high = np.searchsorted(self._rows, (box[0].start, box[0].stop)).tolist()
         if low == high:
             return
-        data = data[self._rows[low:high] - box[0].start]
+        rows = self._rows[low:high]
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        # rows that follow each other, as those of a delta do, need no copy
+        together = last - first == len(rows)
+        data = data[first - box[0].start : last - box[0].start] if together else data[rows - box[0].start]
         if self._places is None:
             self._inner.write((slice(low, high), *box[1:]), data)
         elif isinstance(self._inner, (HostArray, HostMemory)):
-            self._inner.array[(self._places[low:high], *box[1:])] = data
+            _scatter(self._inner.array[(slice(None), *box[1:])], self._places[low:high], data)
         else:  # rows with consecutive places together
             places = self._places[low:high]
             starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
             for start, stop in itertools.pairwise(starts):
                 first = int(places[start])
                 self._inner.write((slice(first, first + stop - start), *box[1:]), data[start:stop])
+
+
+def _scatter(array: np.ndarray, places: np.ndarray, data: np.ndarray) -> None:
+    """Writes rows to places of an array."""
+    nbytes = data[:1].nbytes
+    if not array.flags.c_contiguous or not nbytes:
+        array[places] = data
+        return
+    # numpy copies a row as one element, several times faster than number by number
+    whole, rows = (each.reshape(len(each), -1).view(f"V{nbytes}")[:, 0] for each in (array, np.ascontiguousarray(data)))
+    whole[places] = rows
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:

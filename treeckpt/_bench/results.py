@@ -296,27 +296,26 @@ def print_frameworks(rows: Sequence[FrameworkSummary], missing: Sequence[str]) -
 
 
 class IncrementalSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The saves of a contender of a state of which most is frozen: medians in seconds."""
+    """The saves of a contender of a state of which little changes: medians in seconds."""
 
+    state: str
     contender: str
     saves: int
     nbytes: int
     """Bytes of the files that the last save has written."""
-    per_trained: float
-    """These bytes as a multiple of those of the arrays that are trained."""
+    per_changed: float
+    """These bytes as a multiple of those that change between two saves."""
     save: float
     load: float
 
 
-def print_incremental(rows: Sequence[IncrementalSummary], trained: int) -> None:
+def print_incremental(rows: Sequence[IncrementalSummary], changed: int) -> None:
     """Prints a line for each contender."""
     print_line("")
-    print_line(
-        f"incremental: frozen weights, and {bytes_text(trained)} that are trained; seconds and bytes of a save", "bold"
-    )
-    columns = ("contender", "written", "x trained", "save", "load")
+    print_line(f"incremental: {rows[0].state}, {bytes_text(changed)} change; seconds and bytes of a save", "bold")
+    columns = ("contender", "written", "x changed", "save", "load")
     cells = [
-        (row.contender, bytes_text(row.nbytes), f"{row.per_trained:.2f}x", f"{row.save:.3f}", f"{row.load:.3f}")
+        (row.contender, bytes_text(row.nbytes), f"{row.per_changed:.2f}x", f"{row.save:.3f}", f"{row.load:.3f}")
         for row in rows
     ]
     print_table(columns, cells, right=columns[1:])

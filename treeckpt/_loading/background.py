@@ -73,7 +73,7 @@ def _device_setter() -> Callable[[], None]:
     """Returns a function that makes the caller's CUDA device the current one of another thread."""
     if "torch" not in sys.modules:
         return lambda: None
-    from .._arrays.torch import device_setter
+    from .._arrays.cuda_copies import device_setter
 
     return device_setter()
 

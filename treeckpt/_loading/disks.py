@@ -374,7 +374,7 @@ def _agreed_version(ranks: SharedRead, checkpoint: Checkpoint, seen: Sequence[_S
     if ranks.rank in holders:
         return checkpoint
     # a rank that has the index has compared it with its files
-    agreed = Checkpoint(checkpoint.store, decode_index(data, f"{checkpoint.url}/{INDEX_NAME}"))
+    agreed = Checkpoint(checkpoint.store, decode_index(data, f"{checkpoint.url}/{INDEX_NAME}"), joined=True)
     agreed.index_bytes = data
     return agreed
 

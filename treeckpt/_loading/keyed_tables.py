@@ -20,7 +20,6 @@ fill value, and refused otherwise, because its old rows are not those of the new
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -29,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, TargetPiece, raw_dtype
+from .._arrays.base import ArrayTarget, TargetPiece, raw_dtype
 from .._arrays.registry import abstract_of, source_of
-from .._arrays.table_columns import SelectedRowsWriter, check_order, read_ids
+from .._arrays.table_columns import check_order, read_ids
 from .._core.format.records import Leaf
-from .._core.planning.load_plan import READ_GAP
+from .._core.format.table_deltas import parts_of
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
@@ -41,7 +40,6 @@ from .._core.tree.keyed_table import (
     ChosenIds,
     TableColumn,
     buckets_of,
-    check_partition,
     owned_text,
     sort_rows,
     table_path,
@@ -49,26 +47,27 @@ from .._core.tree.keyed_table import (
 from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
-from ..errors import CorruptError, FormatError, LayoutError, MismatchError
+from ..errors import CorruptError, MismatchError
 from ..rules._assemble import constant_write
 from ..rules._composed_array import Constant
 from ..rules._view import ComposedLeaf
 from .plan import LeafPlaceholder
+from .wanted_rows import (
+    Join,
+    Patch,
+    Rows,
+    all_rows,
+    find_chosen,
+    find_rows,
+    first_rows,
+    ids_of,
+    join,
+    rising,
+    row_pieces,
+)
 
 if TYPE_CHECKING:
     from .match import Load
-
-
-class Rows(msgspec.Struct, frozen=True):
-    """The wanted rows of a table."""
-
-    spec: TableSpec
-    saved: int
-    """The number of rows in the checkpoint."""
-    start: int
-    count: int
-    picked: np.ndarray | None = None
-    """The numbers of the wanted rows, where they are not `start:start + count`."""
 
 
 class GivenRows(msgspec.Struct, frozen=True):
@@ -79,17 +78,6 @@ class GivenRows(msgspec.Struct, frozen=True):
     joined: Join
     whole: ArraySpec
     """What is wanted of kind, dtype and row shape, with all saved rows."""
-
-
-class Join(msgspec.Struct, frozen=True):
-    """Which row of a saved slot goes to which row of a table."""
-
-    rows: np.ndarray
-    """The rising numbers of the saved rows that are read."""
-    places: np.ndarray | None = None
-    """The row of the table that each is for; None where they follow each other."""
-    missing: Sequence[int] | np.ndarray = ()
-    """The ids of the table of which no row was saved."""
 
 
 def ids_beside(path: str) -> str | None:
@@ -127,52 +115,6 @@ def _saved_ids(job: Load, slot: str) -> Leaf | None:
     return next((leaf for leaf in own if leaf.number in job.index.tables), None)
 
 
-def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
-    """Reads the ids of some rows of a table."""
-    ids = np.empty(rows.count, np.int64)
-    memory = HostArray(ids.view(raw_dtype(8)))
-    if rows.picked is None:
-        read_now(job, leaf, path, Region((rows.start,), (rows.count,)), memory)
-    else:
-        read_now(job, leaf, path, Region((0,), (rows.saved,)), SelectedRowsWriter(memory, rows.picked))
-    return ids
-
-
-def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
-    """Finds the rows that have given ids."""
-    order = np.argsort(theirs)
-    places = np.searchsorted(theirs, ids, sorter=order)
-    places = order[np.minimum(places, len(theirs) - 1)] if len(theirs) else places
-    there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
-    numbers = places[there] + rows.start if rows.picked is None else rows.picked[places[there]]
-    # rising numbers of rows, so that rows that lie near each other are read together
-    turn = np.argsort(numbers)
-    return Join(numbers[turn], np.flatnonzero(there)[turn], ids[~there])
-
-
-def all_rows(job: Load, ids: Leaf) -> Rows:
-    """Returns all rows of the table with these ids."""
-    assert ids.spec is not None, "ids are an array"
-    return Rows(job.index.tables[ids.number], ids.spec.shape[0], 0, ids.spec.shape[0])
-
-
-def read_now(job: Load, leaf: Leaf, path: str, region: Region, into: ArrayWriter) -> None:
-    """Reads a part of an array at once, because what else is read depends on it."""
-    read_pieces_now(job, leaf, path, [TargetPiece(region, into)])
-
-
-def read_pieces_now(job: Load, leaf: Leaf, path: str, pieces: Sequence[TargetPiece]) -> None:
-    """Reads parts of an array at once."""
-    saved = leaf.spec
-    assert saved is not None, "arrays only are read"
-    if saved.dtype != "int64":
-        raise FormatError(path, expected="an array of int64", found=saved.dtype)
-    job.claims.take(path, leaf)
-    before = job.new_batch()
-    before.add_target(path, leaf, ArrayTarget(saved, None, pieces))
-    job.run_now(before)
-
-
 def no_plain_rows(path: str, wanted: Any, where: str) -> MismatchError:
     """Returns the error for plain arrays, which have no ids to join rows by."""
     return MismatchError(
@@ -194,80 +136,6 @@ def check_tables(job: Load, chosen: ChosenIds) -> None:
             found="none in it" if not tables else "no table there",
             hint=f"There is {', '.join(near or tables[:5])}" if tables else "Load it without ids=",
         )
-
-
-def row_pieces(writer: ArrayWriter, joined: Join, row: tuple[int, ...], row_nbytes: int) -> list[TargetPiece]:
-    """Returns pieces that write rows of a saved array to their places: rows that lie near each other in one piece.
-
-    Args:
-        row: the shape of a row.
-        row_nbytes: its size in the file.
-    """
-    rows, places = joined.rows, joined.places
-    far = max(1, READ_GAP // max(1, row_nbytes))
-    borders = [0, *(np.flatnonzero(np.diff(rows) > far) + 1).tolist(), len(rows)] if len(rows) else [0]
-    if len(borders) > 2 and places is None:
-        places = np.arange(len(rows))
-    pieces: list[TargetPiece] = []
-    for start, stop in itertools.pairwise(borders):
-        low, high = int(rows[start]), int(rows[stop - 1]) + 1
-        there = None if places is None else places[start:stop]
-        selected = SelectedRowsWriter(writer, rows[start:stop] - low, there)
-        region = Region((low, *(0 for _ in row)), (high - low, *row))
-        pieces.append(TargetPiece(region, selected))
-    return pieces
-
-
-def _read_numbers(job: Load, leaf: Leaf, path: str, positions: np.ndarray) -> np.ndarray:
-    """Reads elements of a saved array of int64, at rising positions."""
-    numbers = np.empty(len(positions), np.int64)
-    memory = HostArray(numbers.view(raw_dtype(8)))
-    read_pieces_now(job, leaf, path, row_pieces(memory, Join(positions), (), 8))
-    return numbers
-
-
-def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
-    """Returns the saved rows of chosen ids, each with its place among these, and the ids that the table lacks.
-
-    Raises:
-        FormatError: the first rows of the buckets are no rows of the table.
-    """
-    # all slots of a table ask for the same rows
-    known = job.chosen_rows.get((ids.number, path))
-    if known is not None:
-        return known
-    assert ids.spec is not None, "ids are an array"
-    saved, count = job.index.tables[ids.number], ids.spec.shape[0]
-    try:
-        check_partition(saved)
-    except LayoutError:  # of a later version: where an id belongs is not known
-        rows = np.arange(count)
-    else:
-        buckets = np.unique(buckets_of(chosen, saved).astype(np.int64))
-        rows = _rows_of_buckets(job, job.index.entries[ids.number + 1], path, buckets, count)
-    theirs = _read_numbers(job, ids, path, rows)
-    joined = join(chosen, theirs, Rows(saved, count, 0, len(rows), rows))
-    job.chosen_rows[ids.number, path] = joined
-    return joined
-
-
-def _rows_of_buckets(job: Load, offsets: Leaf, ids_path: str, buckets: np.ndarray, count: int) -> np.ndarray:
-    """Returns the numbers of the rows in rising buckets of a table of `count` rows."""
-    path = ids_path.removesuffix(TABLE_KEYS[0]) + TABLE_KEYS[1]
-    if offsets.spec is None or len(offsets.spec.shape) != 1 or (buckets >= offsets.spec.shape[0]).any():
-        raise FormatError(path, expected="the first rows of the table's buckets", found="none")
-    last = offsets.spec.shape[0]
-    borders = np.union1d(buckets, buckets + 1)
-    firsts = _read_numbers(job, offsets, path, borders[borders < last])
-    if borders.size and borders[-1] == last:
-        firsts = np.append(firsts, count)
-    lows, highs = (firsts[np.searchsorted(borders, wanted)] for wanted in (buckets, buckets + 1))
-    ends = np.append(lows, count)
-    if (lows < 0).any() or (highs < lows).any() or (highs > ends[1:]).any():
-        raise FormatError(path, expected=f"rising numbers up to {count}", found=f"{lows[:5]} to {highs[:5]}")
-    if not len(buckets):
-        return np.empty(0, np.int64)
-    return np.concatenate([np.arange(low, high) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)])
 
 
 def find_column(job: Load, column: TableColumn, path: str) -> Leaf | None:
@@ -321,7 +189,7 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
         return _united_slot(job, column, path, leaf, givers)
     rows = column.view.rows
     if rows is None:
-        rows = column.view.rows = _find_rows(job, table.spec, table.owned, ids_path, ids)
+        rows = column.view.rows = find_rows(job, table.spec, table.owned, ids_path, ids)
     wanted = _wanted(job, column, path)
     if leaf is None:
         return LeafPlaceholder(_filled(job, table.fill[column.name], wanted, rows.count, path).leaf)
@@ -329,12 +197,14 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
     if column.kind == "slot" and (own := ids_to_join(giver, leaf, path, job, ids)) is not None:
         joined = column.view.joins.get((giver, own.number))
         if joined is None:
-            theirs = _find_rows(giver, table.spec, table.owned, ids_path, own)
+            theirs = find_rows(giver, table.spec, table.owned, ids_path, own)
             joined = join(ids_of(job, ids, ids_path, rows), ids_of(giver, own, ids_path, theirs), theirs)
             column.view.joins[giver, own.number] = joined
         given = GivenRows(giver, leaf, joined, _with_rows(wanted, leaf))
         return _joined(job, [given], path, joined.missing, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
+    if rows.patch is not None:
+        return _patched(job, leaf, rows, rows.patch, whole, path)
     if rows.picked is not None:
         return _joined(job, [GivenRows(job, leaf, Join(rows.picked), whole)], path)
     if rows.count < rows.saved:
@@ -435,46 +305,6 @@ def _wanted(job: Load, column: TableColumn, path: str) -> ArraySpec:
     return spec
 
 
-def _find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, leaf: Leaf) -> Rows:
-    saved = job.index.tables.get(leaf.number)
-    if saved is None or leaf.spec is None or len(leaf.spec.shape) != 1:
-        raise MismatchError(
-            path, expected="a KeyedTable in the checkpoint", found="something else", hint="Load it as what it is"
-        )
-    rows, (start, stop) = leaf.spec.shape[0], owned
-    if saved != spec:
-        # ids are classified while they are read: only a bit for each row is kept
-        chosen = _Chosen(rows, spec, owned)
-        read_now(job, leaf, path, Region((0,), (rows,)), chosen)
-        picked = np.flatnonzero(chosen.mask)
-        return Rows(spec, rows, 0, len(picked), picked)
-    if (start, stop) == (0, saved.buckets):
-        return Rows(saved, rows, 0, rows)
-    if start == stop:
-        return Rows(saved, rows, 0, 0)
-    offsets_path = path[: -len(TABLE_KEYS[0])] + TABLE_KEYS[1]
-    offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
-    if offsets.spec is None or offsets.spec.shape != (saved.buckets,):
-        raise FormatError(offsets_path, expected=f"the first rows of {saved.buckets} buckets", found="none")
-    firsts = np.empty(min(stop + 1, saved.buckets) - start, np.int64)
-    read_now(job, offsets, offsets_path, Region((start,), firsts.shape), HostArray(firsts.view(raw_dtype(8))))
-    low, high = int(firsts[0]), int(firsts[stop - start]) if stop < saved.buckets else rows
-    if not 0 <= low <= high <= rows:
-        raise FormatError(offsets_path, expected=f"rising numbers up to {rows}", found=f"{low}, {high}")
-    return Rows(saved, rows, low, high - low)
-
-
-class _Chosen:
-    """Finds, while ids are read, which of them are in a range of buckets."""
-
-    def __init__(self, rows: int, spec: TableSpec, owned: tuple[int, int]) -> None:
-        self.mask, self._spec, self._owned = np.zeros(rows, bool), spec, owned
-
-    def write(self, box: Box, data: np.ndarray) -> None:
-        buckets = buckets_of(np.ascontiguousarray(data).view(np.int64), self._spec)
-        self.mask[box[0]] = (buckets >= self._owned[0]) & (buckets < self._owned[1])
-
-
 def _filled(job: Load, fill: float, wanted: ArraySpec, count: int, path: str) -> ArrayTarget:
     """Returns a new slot that is filled with one number."""
     spec = msgspec.structs.replace(wanted, shape=(count, *wanted.shape[1:]))
@@ -501,7 +331,7 @@ def _check(job: Load, slot: LeafPlaceholder, rows: Rows, column: TableColumn, pa
 
 # slots of another table than the ids ------------------------------------------------------------------------------
 def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
-    """Adds a slot of a table whose ids come from another one, and the ids and slots of chosen rows; else None."""
+    """Adds ids and slots of which not all saved rows are wanted, or whose ids come from another table; else None."""
     path, spec = leaf.path, leaf.spec
     is_ids = leaf.number in job.index.tables
     ids_path = path if is_ids else ids_beside(path)
@@ -523,26 +353,38 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
     chosen = job.options.ids.beside(ids_path) if job.options.ids is not None else None
     own = None if is_ids else ids_to_join(job, leaf, path, home, ids)
     if chosen is None and own is None:
-        return None
-    if chosen is not None:
+        rows = all_rows(job, ids, ids_path) if parts_of(job.index, ids) else None
+        if rows is None or rows.patch is None:
+            return None
+        return _patched(job, leaf, rows, rows.patch, _with_rows(wanted, leaf), path)
+    elif chosen is not None:
         joined = find_chosen(job, own or ids, ids_path, chosen)
         _refuse_missing(job, joined, ids_path)
         if is_ids:
             return _given_ids(job, wanted, chosen, path)
     else:
         assert own is not None, "else the rows are its own"
-        mine, theirs = (
-            ids_of(x, table_ids, ids_path, all_rows(x, table_ids)) for x, table_ids in ((home, ids), (job, own))
-        )
-        joined = join(mine, theirs, all_rows(job, own))
+        tables = (home, ids, all_rows(home, ids, ids_path)), (job, own, rows := all_rows(job, own, ids_path))
+        mine, theirs = (ids_of(giver, table_ids, ids_path, taken) for giver, table_ids, taken in tables)
+        joined = join(mine, theirs, rows)
     return _joined(job, [GivenRows(job, leaf, joined, _with_rows(wanted, leaf))], path, joined.missing)
 
 
 def refuse_plain(job: Load, leaf: Leaf, path: str, wanted: Any) -> None:
-    """Refuses, by a MismatchError, to load a slot beside the ids of another table into plain arrays."""
-    ids_path = ids_beside(path)
-    ids = job.find(ids_path) if ids_path is not None and job.selected(ids_path) else None
-    if ids is not None and ids.number in job.index.tables and ids_to_join(job, leaf, path, job, ids) is not None:
+    """Refuses, by a MismatchError, rows of a table with deltas, or beside the ids of another one, for plain arrays."""
+    ids_path = path if leaf.number in job.index.tables else ids_beside(path)
+    if ids_path is None or (ids := job.find(ids_path)) is None:
+        return
+    if parts_of(job.index, ids):
+        raise MismatchError(
+            path,
+            expected="a KeyedTable in like, or no like: some of the saved rows are replaced by later ones",
+            found=f"a {type(wanted).__name__}",
+            hint="Ask for a tc.KeyedTable; a checkpoint that is saved without base= has the rows of plain arrays",
+        )
+    if ids_path == path or not job.selected(ids_path) or ids.number not in job.index.tables:
+        return
+    if ids_to_join(job, leaf, path, job, ids) is not None:
         raise no_plain_rows(path, wanted, job.checkpoint.url)
 
 
@@ -550,6 +392,31 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
     """Returns a spec with the rows of a saved slot."""
     assert leaf.spec is not None, "slots are arrays"
     return msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
+
+
+def _patched(job: Load, leaf: Leaf, rows: Rows, patch: Patch, whole: ArraySpec, path: str) -> LeafPlaceholder:
+    """Adds a column of a table with deltas: the range of whole rows is read in place, and then the others over it."""
+    if leaf.number in job.index.tables:
+        return _given_ids(job, whole, patch.ids, path)
+    job.check(path, leaf, whole)
+    job.claims.take(path, leaf)
+    row = whole.shape[1:]
+    own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *row)), path)
+    [piece] = own.pieces
+    assert leaf.spec is not None, "columns are arrays"
+    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    others, kept = patch.others, first_rows(piece.data, patch.kept)
+    if kept is not None and patch.kept:
+        region = Region((rows.start, *(0 for _ in row)), (patch.kept, *row))
+        job.batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, [TargetPiece(region, kept)]))
+    elif patch.kept:
+        every = np.arange(rows.count)
+        others = rising(rows.numbers(every), every)
+    batch = job.new_batch()
+    batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, row_pieces(piece.data, others, row, nbytes)))
+    job.batch.after.append(partial(job.run_now, batch))
+    job.loaded += 1
+    return LeafPlaceholder(own.leaf)
 
 
 def _joined(
@@ -672,7 +539,7 @@ class RowGivers:
         for known in parts:
             inside = (numbers >= before) & (numbers < before + len(known.ids))
             local = numbers[inside] - before
-            saved = local + known.rows.start if known.rows.picked is None else known.rows.picked[local]
+            saved = known.rows.numbers(local)
             turn = np.argsort(saved)
             joins.append(Join(saved[turn], places[inside][turn]))
             before += len(known.ids)
@@ -687,7 +554,7 @@ class RowGivers:
     def _of(self, job: Load, ids: Leaf, spec: TableSpec, owned: tuple[int, int]) -> _KnownIds:
         key = id(job), ids.number, spec, owned
         if key not in self._known:
-            rows = _find_rows(job, spec, owned, self._path, ids)
+            rows = find_rows(job, spec, owned, self._path, ids)
             self._known[key] = _KnownIds(rows, ids_of(job, ids, self._path, rows))
         return self._known[key]
 

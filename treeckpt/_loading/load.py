@@ -25,6 +25,7 @@ from .._arrays.registry import (
 )
 from .._arrays.sharded import Sharded
 from .._core.format.records import AliasRecord, Leaf
+from .._core.format.table_deltas import JoinedIndex
 from .._core.sharding.int_runs import encode_runs
 from .._core.sharding.region import strides_in
 from .._core.tree.flatten import (
@@ -141,7 +142,8 @@ def _arrays(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and a placeholder for each array, which is added to what is read."""
     made: dict[int, LeafPlaceholder] = {}
     by_path: dict[str, LeafPlaceholder] = {}
-    if job.index.tables and (job.options.rules or job.options.given_apart or job.options.ids is not None):
+    apart = job.options.rules or job.options.given_apart or job.options.ids is not None
+    if job.index.tables and (apart or isinstance(job.index, JoinedIndex)):
         by_path = {leaf.path: slot for leaf in taken if (slot := slot_as_saved(job, leaf)) is not None}
     plain = [leaf for leaf in taken if leaf.path not in by_path]
     whole = {leaf.number for leaf in plain}
@@ -442,7 +444,7 @@ def _slot(
         ):
             raise MismatchError(path, expected="an array", found=f"the value {value!r:.60} in the checkpoint")
         return LeafPlaceholder(value)
-    if job.options.rules and job.index.tables:
+    if job.index.tables and (job.options.rules or isinstance(job.index, JoinedIndex)):
         refuse_plain(job, leaf, path, wanted)
     record = leaf.record
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number

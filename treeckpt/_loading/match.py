@@ -193,6 +193,8 @@ class Load:
         self.claims = Claims(checkpoint, whole=options.bad is None)
         self.chosen_rows: dict[tuple[int, str], Any] = {}
         """Where the rows of chosen ids are, by the number and path of the ids of a table."""
+        self.table_rows: dict[tuple[Any, ...], Any] = {}
+        """The rows that count of a table with deltas, by the number of its ids and what is wanted of it."""
         self._checked: set[tuple[str, str]] = set()
         """Kinds and dtypes of new arrays whose library is there."""
         self.loaded = 0

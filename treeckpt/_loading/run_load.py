@@ -44,8 +44,10 @@ TRIES = 20
 """Versions that are tried: a save takes longer than it takes to find out that a version was replaced."""
 
 
-def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
+def open_checkpoint(path: Any, *, joined: bool = False) -> tuple[Store, Callable[[], Checkpoint]]:
     """Returns the store of a path, URL or store, and a function that opens a version of the checkpoint there.
+
+    `joined` is that of `Checkpoint`.
 
     Files of another program are looked for only where there is no index of ours, and not in a store that is far away,
     where each look takes a request.
@@ -72,7 +74,7 @@ def open_checkpoint(path: Any) -> tuple[Store, Callable[[], Checkpoint]]:
         if (found := foreign_at(path)) is not None:
             return found, partial(ForeignCheckpoint, found)
     store = for_reading(store)
-    return store, partial(Checkpoint, store)
+    return store, partial(Checkpoint, store, joined=joined)
 
 
 def on_one_version(
@@ -83,6 +85,7 @@ def on_one_version(
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
     across: LoadingRanks | None = None,
+    joined: bool = True,
 ) -> T:
     """Does what `on_versions` does, for one checkpoint.
 
@@ -91,7 +94,8 @@ def on_one_version(
     """
     if (bank := as_bank(path)) is not None:
         raise CheckpointError("path", expected="one checkpoint", found=f"{bank!r:.200}")
-    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, known=known, across=across)
+    options = {"known": known, "across": across, "joined": joined}
+    return on_versions(path, cast(Any, act), together=together, is_suspect=is_suspect, **options)
 
 
 def on_versions(
@@ -102,18 +106,18 @@ def on_versions(
     is_suspect: Callable[[T], object] = lambda _: False,
     known: KnownIndex | None = None,
     across: LoadingRanks | None = None,
+    joined: bool = True,
 ) -> T:
     """Returns what `act` returns for a path, a store or a bank, from one version of each checkpoint.
 
     Args:
         path: what is opened; an opened checkpoint, or a bank of these, is passed on as it is.
-        act: receives the opened checkpoint, or the bank with an opened checkpoint as the path of each source. It is
-            called again if it failed and a version was replaced meanwhile.
+        act: receives the opened checkpoint, or the bank of them; called again if a version was replaced meanwhile.
         together: the ranks read together, and learn together that a version was replaced.
-        is_suspect: whether a result may come from a replaced version, as a report of damage may.
-        known: the index of the first checkpoint, where it has just been read: it is not decoded again unless the
-            version was replaced, and from a far store not read again.
+        is_suspect: whether a result may come from a replaced version.
+        known: the index of the first checkpoint, just read: decoded again only if the version was replaced.
         across: the ranks that make this call, if they give each other files of their disks; see `joined_disks`.
+        joined: as for `Checkpoint`.
 
     Raises:
         MismatchError: of `act`, with the paths of the checkpoints added, as they were given.
@@ -127,7 +131,7 @@ def on_versions(
     with contextlib.ExitStack() as stack:
         opened: list[tuple[Store, Callable[[], Checkpoint]]] = []
         for each in given:
-            opened.append(open_checkpoint(each))
+            opened.append(open_checkpoint(each, joined=joined))
             stack.enter_context(contextlib.closing(opened[-1][0]))
         for _ in range(TRIES):
             checkpoints = [version() for _, version in opened]
@@ -429,7 +433,7 @@ def verify(path: CheckpointPath, *, repair: bool = False, follow_links: bool = F
     """
     path = following(path, follow_links)
     if not repair:
-        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems)
+        return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems, joined=False)
     with opened(path) as checkpoint:
         return repair_store(checkpoint.own().store)
 

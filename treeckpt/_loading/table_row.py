@@ -2,7 +2,8 @@
 
 Rows are saved in the order of their buckets, and within one by the id as unsigned: `offsets` gives the rows of an id's
 bucket, and of these one block of ids after the other is read, each halving what is left. Where a partition is not known
-here, all ids are read, block by block. Each read is a peek, so what is rounded to checksums is counted.
+here, all ids are read, block by block. Each read is a peek, so what is rounded to checksums is counted. Of a table that
+was saved as deltas the parts are looked through from the last one on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from .._core.format.byte_map import ChunkLocation, locate_chunks
 from .._core.format.records import Index, Leaf, PerRankArrays
+from .._core.format.table_deltas import TablePart, join_tables, parts_of
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
@@ -62,7 +64,7 @@ class TableRow(msgspec.Struct, frozen=True):
     row: int | None
     """None where the table does not have the id."""
     rows: int
-    """Rows of the table."""
+    """Rows of the table, with those that its deltas have replaced."""
     rank: int | None
     """The rank that wrote the row."""
     file: str
@@ -132,14 +134,19 @@ def find_row(store: Store, index: Index, ids: Leaf, id_text: str, *, rank: int |
         CorruptError: bytes are missing or differ from their checksums, or `offsets` are no rows of the table.
     """
     spec, wanted = index.tables.get(ids.number), parse_id(id_text)
+    saved, joined = index, join_tables(index)
+    if ids.path in joined.by_path:  # else they are those of a delta, which are looked through by themselves
+        index, ids = joined, next(leaf for leaf in joined.by_path[ids.path] if leaf.ranks == ids.ranks)
     if spec is None or ids.spec is None or len(ids.spec.shape) != 1 or ids.spec.dtype != "int64":
         raise MismatchError(ids.path, expected="the ids of a keyed table", found="something else")
     if rank is None and isinstance(ids.record, PerRankArrays):
         rank = int(decode_runs(ids.ranks or ())[0])
     reads, count = _Reads(store, index, rank), ids.spec.shape[0]
-    bucket, row = _search(reads, index, ids, spec, wanted)
+    bucket, row = _find(reads, index, ids, spec, wanted)
     at = _place(index, ids, row, 8, rank) if row is not None else None
     slots = tuple(_slots(reads, index, ids, row, rank)) if row is not None else ()
+    if index is not saved:
+        slots = tuple(msgspec.structs.replace(slot, leaf=saved.by_path[slot.path][0].number) for slot in slots)
     return TableRow(
         table_path(ids.path),
         id_text.strip(),
@@ -155,23 +162,40 @@ def find_row(store: Store, index: Index, ids: Leaf, id_text: str, *, rank: int |
     )
 
 
-def _search(reads: _Reads, index: Index, ids: Leaf, spec: TableSpec, wanted: int) -> tuple[int | None, int | None]:
-    """Returns the bucket of an id and its row."""
+def _find(reads: _Reads, index: Index, ids: Leaf, spec: TableSpec, wanted: int) -> tuple[int | None, int | None]:
+    """Returns the bucket of an id and its row: that of the last part of the table which has it, or has deleted it."""
     assert ids.spec is not None, "the caller has looked"
-    count = ids.spec.shape[0]
+    whole = TablePart(0, ids.spec.shape[0], index.entries[ids.number + 1])
+    bucket = row = None
+    for part in reversed(parts_of(index, ids) or (whole,)):
+        bucket, row = _search(reads, ids, part.offsets, (part.start, part.stop), spec, wanted)
+        if row is not None:
+            break
+        if part.deleted is not None and part.deleted_offsets is not None and part.deleted.spec is not None:
+            gone = 0, part.deleted.spec.shape[0]
+            if _search(reads, part.deleted, part.deleted_offsets, gone, spec, wanted)[1] is not None:
+                break
+    return bucket, row
+
+
+def _search(
+    reads: _Reads, ids: Leaf, offsets: Leaf, rows: tuple[int, int], spec: TableSpec, wanted: int
+) -> tuple[int | None, int | None]:
+    """Returns the bucket of an id and its row, among a range of rows."""
+    start, stop = rows
+    count = stop - start
     try:
         check_partition(spec)
     except LayoutError:  # of a later version
-        return None, _scan(reads, ids, count, wanted)
+        return None, _scan(reads, ids, rows, wanted)
     bucket = int(buckets_of(np.array([wanted], np.int64), spec)[0])
-    offsets = index.entries[ids.number + 1]
     if offsets.spec is None or offsets.spec.shape != (spec.buckets,):
         raise CorruptError(offsets.path, expected=f"the first rows of {spec.buckets} buckets", found="others")
     ends = [*reads.numbers(offsets, bucket, min(bucket + 2, spec.buckets)).tolist(), count]
     low, high = ends[:2]
     if not 0 <= low <= high <= count:
         raise CorruptError(offsets.path, expected=f"rising numbers up to {count}", found=f"{low}, {high}")
-    return bucket, _bisect(reads, ids, low, high, np.uint64(wanted & (1 << 64) - 1))
+    return bucket, _bisect(reads, ids, start + low, start + high, np.uint64(wanted & (1 << 64) - 1))
 
 
 def _bisect(reads: _Reads, ids: Leaf, low: int, high: int, wanted: np.uint64) -> int | None:
@@ -189,9 +213,9 @@ def _bisect(reads: _Reads, ids: Leaf, low: int, high: int, wanted: np.uint64) ->
     return None
 
 
-def _scan(reads: _Reads, ids: Leaf, count: int, wanted: int) -> int | None:
-    for start in range(0, count, BLOCK_IDS):
-        found = np.flatnonzero(reads.numbers(ids, start, min(start + BLOCK_IDS, count)) == wanted)
+def _scan(reads: _Reads, ids: Leaf, rows: tuple[int, int], wanted: int) -> int | None:
+    for start in range(*rows, BLOCK_IDS):
+        found = np.flatnonzero(reads.numbers(ids, start, min(start + BLOCK_IDS, rows[1])) == wanted)
         if len(found):
             return start + int(found[0])
     return None

@@ -110,7 +110,8 @@ class Manager:
         comm: which ranks save, same as for `treeckpt.save`; "alone" manages the saves of this process only.
         follow_links: reads links out of a local run, of files and in place of steps; their targets never change.
         incremental: files that have what the checkpoint restored or saved last has, byte for byte, are not written
-            again, see `base` of `treeckpt.save`. Clean-ups keep the files that other steps share, and these alone.
+            again, nor rows of a `KeyedTable` that are as there; see `base` of `treeckpt.save`. Clean-ups keep the files
+            that other steps share, and these alone.
         full_every: of so many incremental saves one writes everything.
         options: those of `treeckpt.save`. A step that is saved again replaces the earlier one, which stays valid until
             then; `overwrite=False` refuses it. Without either, a warning names the first step that is saved at or below

@@ -171,7 +171,9 @@ def verify_folder(
         moments = LeafMoments(one.index) if statistics is not None else None
         return verify_checkpoint(one, on_shard=on_shard, moments=moments), one, moments
 
-    report, checkpoint, moments = on_one_version(folder, verify, is_suspect=lambda result: result[0].problems)
+    report, checkpoint, moments = on_one_version(
+        folder, verify, is_suspect=lambda result: result[0].problems, joined=False
+    )
     index = checkpoint.index
     fingerprint = fingerprint_of(entries, index.save_id)
     verification = verification_of(report, index.save_id, fingerprint, by, index=checkpoint.index_bytes)

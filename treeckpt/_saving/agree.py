@@ -80,6 +80,7 @@ from .options import (
 )
 from .session import PreviousSave
 from .shard_writer import IndexContent, PathLook, SaveInfo, first_progress
+from .table_deltas import TableDeltas, must_be_whole
 
 # what the ranks say ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +110,8 @@ class RankProposal(msgspec.Struct, array_like=True):
     """The digests of the values of `custom_metadata`."""
     files: dict[str, str] = {}
     """The checksums of the sidecar files that the rank is given; "" for a path, which rank 0 alone reads."""
+    follows: str | None = None
+    """The save whose rows the tables here share, see `TableDeltas.follows`."""
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -132,6 +135,8 @@ class Decision(msgspec.Struct, array_like=True):
     """Whether ranks with equal inventories have different contents: representatives send all digests then."""
     base: BaseCheckpoint | None = None
     """The checkpoint that an incremental save follows."""
+    whole_tables: bool = False
+    """Whether all ranks are to describe their trees again, with all tables whole, and to propose these."""
 
 
 class RankTree(msgspec.Struct, array_like=True):
@@ -327,33 +332,40 @@ class _Agreement:
     values: dict[str, Value] = dataclasses.field(init=False)
     held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     base: BaseCheckpoint | None = None
+    deltas: TableDeltas | None = None
 
     def run(self, tree: object) -> AgreedSave | None:
         # 1. Look at the path, and describe this rank's tree
         error = self.previous.error
         if error is None and not self.previous.running:
-            try:
-                with self.recorder.span("flatten"):
-                    # before the tree is described: an object store answers meanwhile
-                    if self.comm.rank == 0 and not self.options.plan_only:
-                        self._begin_look()
-                        if self.options.incremental is not None:
-                            kept = self.comm.state.get(KnownFiles)
-                            self.base = read_base(self.options.incremental, self.store, kept, self.held)
-                    self._describe(tree)
-            except Exception as failed:
-                # raised in the step below, by which all ranks learn of it
-                error = wrap_write_error(failed, self.store.url)
+            error = self._flatten(tree)
         with self.recorder.span("agree"):
             if self.exchange is not None:
-                merged = self._agree(self.exchange, error)
+                merged = self._agree(self.exchange, error, tree)
             else:
-                self._decide_alone(error)
+                self._decide_alone(error, tree)
                 merged = None
         return None if self.decision.skipped else self._agreed(merged)
 
-    def _decide_alone(self, error: Exception | None) -> None:
+    def _flatten(self, tree: object, *, whole_tables: bool = False) -> Exception | None:
+        """Looks at the path, on rank 0, and describes this rank's tree; returns the error, of which all ranks learn."""
+        try:
+            with self.recorder.span("flatten"):
+                # before the tree is described: an object store answers meanwhile
+                if self.comm.rank == 0 and not self.options.plan_only and self.record is None:
+                    self._begin_look()
+                    if self.options.incremental is not None:
+                        kept = self.comm.state.get(KnownFiles)
+                        self.base = read_base(self.options.incremental, self.store, kept, self.held)
+                self._describe(tree, whole_tables=whole_tables)
+        except Exception as failed:
+            return wrap_write_error(failed, self.store.url)
+        return None
+
+    def _decide_alone(self, error: Exception | None, tree: object) -> None:
         """Decides for one rank; raises the error of the steps before."""
+        if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self.base):
+            error = self._flatten(tree, whole_tables=True)
         if error is not None:
             raise error
         self.decision = Decision(self.save_id, self.recorder.created_ns, "", base=self.base)
@@ -368,10 +380,13 @@ class _Agreement:
         if self.boxes:
             compare_boxes(self.boxes, {0: self._own_box_digests()})
 
-    def _agree(self, exchange: Exchange, error: Exception | None) -> GlobalTree | None:
+    def _agree(self, exchange: Exchange, error: Exception | None, tree: object) -> GlobalTree | None:
         """Agrees with the other ranks; returns the trees of all as one, unless every rank has kept it."""
         # 2. Propose; rank 0 decides
         self.decision = exchange.step(partial(self._proposal, error), self._decide, Decision)
+        if self.decision.whole_tables:
+            error = self._flatten(tree, whole_tables=True)
+            self.decision = exchange.step(partial(self._proposal, error), self._decide, Decision)
         if self.decision.skipped:
             return None
         # 3. Merge the trees of all ranks, where they differ
@@ -404,7 +419,7 @@ class _Agreement:
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
 
-    def _describe(self, tree: object) -> None:
+    def _describe(self, tree: object, *, whole_tables: bool) -> None:
         metadata = check_metadata(self.options.custom_metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
         if (files := self.options.files) is not None:
@@ -414,6 +429,8 @@ class _Agreement:
                 self.files = read_sidecars(files)
             self.file_digests = sidecar_digests(files, self.files)
         rank, namespace = self.comm.rank, self.options.namespace
+        if self.options.incremental is not None:
+            self.deltas = TableDeltas(self.comm, self.options.max_shard_bytes, namespace, whole=whole_tables)
         self.described = in_parts_if_needed(
             lambda layouts: describe_tree(
                 state_tree(tree, rank=rank, namespace=namespace, world=self.comm.size, layouts=layouts),
@@ -424,6 +441,7 @@ class _Agreement:
                 namespace=namespace,
                 tables=True,
                 blobs=True,
+                deltas=self.deltas,
             )
         )
         self.values = self.described.values
@@ -440,6 +458,7 @@ class _Agreement:
             running=self.previous.running,
             metadata={key: json_digest(value) for key, value in self.metadata.items()},
             files=self.file_digests,
+            follows=self.deltas.follows if self.deltas is not None else None,
         )
         if not self.previous.running:
             compare = self.options.verify_replicas
@@ -462,6 +481,10 @@ class _Agreement:
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
+        follows = [each.follows for each in proposals.values()]
+        if self.options.incremental is not None and must_be_whole(follows, self.base):
+            decision.whole_tables = True
+            return self._conclusion(decision, last=False)
         decision.representatives = representatives(proposals)
         inventories = {proposals[rank].inventory for rank in decision.representatives}
         decision.contents_differ = len(inventories) < len(decision.representatives)
@@ -554,7 +577,8 @@ class _Agreement:
         tree = merged or (kept.global_tree if kept is not None else self._replicated_tree())
         groups = ()
         if self.options.incremental is not None:
-            groups = plan_groups(key, tree, kept.arrays if kept is not None else array_leaves(tree), self.decision.base)
+            arrays = kept.arrays if kept is not None else array_leaves(tree)
+            groups = plan_groups(key, arrays, tree.world, self.decision.base)
         # the key covers the inventories, and neither the limit nor the groups
         if kept is not None and (kept.max_shard_bytes, kept.groups) == (limit, groups):
             return kept
@@ -602,7 +626,7 @@ class _Agreement:
             look=self.look,
             record=self.record,
             failures=self.options.failures,
-            incremental=IncrementalSave(self.store, self.comm, self.decision.base)
+            incremental=IncrementalSave(self.store, self.comm, self.decision.base, self.deltas)
             if self.options.incremental
             else None,
             held=self.held,
@@ -613,7 +637,7 @@ class _Agreement:
         if plan is None or self.options.incremental is None:
             return None
         since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
-        return References(plan.key, group=encode_runs(plan.groups), since_full=since_full)
+        return References(plan.key, group=plan.group_runs, since_full=since_full)
 
 
 # what the coordinator concludes: nothing here waits -------------------------------------------------------------------

@@ -35,7 +35,15 @@ from .process_channel import WriterGone, passes_files
 from .save import complete, save_report
 from .session import Pending, Session, forget_at_exit, session_of, wait_at_exit
 from .shard_writer import InlineWriter, ShardWriter, TreeShardSource
-from .staging import Lease, StagedShardSource, area_offsets, cuda_pinning, order_device_copies, stage
+from .staging import (
+    Lease,
+    StagedShardSource,
+    after_device_order,
+    area_offsets,
+    cuda_pinning,
+    order_device_copies,
+    stage,
+)
 from .writer_process import ProcessWriter
 
 _log = logging.getLogger("treeckpt")
@@ -190,7 +198,8 @@ class _BackgroundSave:
         with self._open_contexts:
             # 5. Copy the tree now, with lazy staging
             if not self._is_staged:
-                self.stage()
+                with after_device_order():
+                    self.stage()
             # 6. Rank 0 reads the run for the lineage
             agreed = self._agreed.with_lineage()
             # 7. Write the shards; after that the staging memory is free for the next save

@@ -3,7 +3,8 @@
 1. Rank 0 holds a lease on the checkpoint that the save follows, reads its index, and sends what `format.references`
    has of it to all ranks, which plan the groups of arrays by it.
 2. Each rank computes the checksums of its files that hold a group, from the tree's own memory, and compares them with
-   those of the checkpoint before. The files whose checksums are equal, block for block, are neither staged nor written.
+   those of the checkpoint before. The files whose checksums are equal, block for block, are neither staged nor written;
+   of those that lie on one CUDA device only the checksums are copied to the host, and less than a block at the end.
    Checksums come from the memory of this process, or from the headers of the shards behind a restart.
 3. Behind the write each rank compares the checksums of what it has written with those before, and tells rank 0 which
    arrays have changed: what has stayed is put into a group by the next saves.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -27,10 +28,9 @@ import xxhash
 from .._arrays.base import ArraySource
 from .._core.format.files import checksum
 from .._core.format.records import Index
-from .._core.format.references import Home, References, SharedFile, group_arrays
+from .._core.format.references import Home, References, SharedFile, kept_groups, with_new_groups
 from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name, shard_name
-from .._core.planning.rank_trees import GlobalTree
-from .._core.planning.save_plan import ArrayLeaf, GlobalPlan
+from .._core.planning.save_plan import ArrayLeaf, FilePlan, GlobalPlan
 from .._core.sharding.int_runs import Runs, encode_runs
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import read_index, with_shared_files
@@ -41,8 +41,9 @@ from .._io.storage.store import Store
 from .._threads import ThreadPool
 from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
-from .shard_files import WRITE_THREADS, area_hashes
+from .shard_files import WRITE_THREADS, has_checksums
 from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
+from .table_deltas import KnownTables, TableDeltas
 
 _log = logging.getLogger("treeckpt")
 
@@ -55,6 +56,11 @@ class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
     references: References
     full: bool = False
     """Whether the save takes nothing from it; it still says which arrays have stayed the same."""
+
+    @property
+    def shared_id(self) -> str:
+        """The save whose files may be shared; "" for none."""
+        return "" if self.full else self.save_id
 
     def of_trees(self, key: str) -> References | None:
         """Returns what it says about the arrays of trees with a digest; None if it is of other trees."""
@@ -86,12 +92,23 @@ class KnownFiles(msgspec.Struct, frozen=True):
     """The checksum of its index then."""
 
 
+class FileEntries(msgspec.Struct, frozen=True):
+    """What a file holds by a plan."""
+
+    digest: bytes
+    """Its `entries_digest`."""
+    arrays: np.ndarray
+    """The number of the array of each entry: int64[n]."""
+    starts: np.ndarray
+    """Where each entry starts in the data area, and the end of the last one: int64[n + 1]."""
+
+
 class KnownEntries(msgspec.Struct, frozen=True):
     """What the files of a rank hold by a plan, which the comm keeps as long as the plan."""
 
     plan: GlobalPlan
-    digests: dict[int, bytes]
-    """`entries_digest` of each file, by its part."""
+    files: dict[int, FileEntries]
+    """Each file by its part."""
 
 
 def read_base(
@@ -154,24 +171,32 @@ def _is_kept(folder: Store, kept: KnownFiles) -> bool:
 
 
 def plan_groups(
-    key: str, tree: GlobalTree, arrays: Sequence[tuple[int, ArrayLeaf]], base: BaseCheckpoint | None
+    key: str, arrays: Sequence[tuple[int, ArrayLeaf]], world: int, base: BaseCheckpoint | None
 ) -> tuple[int, ...]:
     """Returns the groups of the arrays of a plan.
 
     Args:
         key: the digest of the trees.
-        arrays: those of the tree.
+        arrays: those of the trees of all ranks, `world` in number.
         base: the checkpoint before.
     """
-    specs = (tree.leaves[number].spec for number, _ in arrays)
-    frozen = [spec is not None and spec.kind == "parameter" and not spec.requires_grad for spec in specs]
+    leaves = [array for _, array in arrays]
+    frozen = [number for number, array in enumerate(leaves) if array.frozen]
+    tables = {number: array.table for number, array in enumerate(leaves) if array.table}
     before = base.of_trees(key) if base is not None else None
-    return group_arrays([array.nbytes for _, array in arrays], frozen, tree.world, before)
+    groups, new = kept_groups(len(leaves), frozen, before, [*tables])
+    return with_new_groups(groups, {array: leaves[array].nbytes for array in new}, world, tables)
 
 
 def entries_digest(entries: Sequence[ShardEntry]) -> bytes:
     """Returns the digest of what a shard holds: names, dtypes, shapes, regions and their places."""
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(entries))
+
+
+def _file_entries(plan: GlobalPlan, file: FilePlan) -> FileEntries:
+    starts = [*(write.start for write in file.writes), file.nbytes]  # one entry follows the other without holes
+    arrays = np.array([write.leaf for write in file.writes], np.int64)
+    return FileEntries(entries_digest(shard_entries(plan, file)), arrays, np.array(starts, np.int64))
 
 
 def _read_files(folder: Store, base: BaseCheckpoint, rank: int) -> KnownFiles:
@@ -196,14 +221,16 @@ def _read_known(store: Store, index: Index, directory: str, rank: int) -> list[K
 
 
 def compare_written(
-    plan: GlobalPlan,
-    entries: Mapping[int, bytes],
+    count: int,
+    entries: Mapping[int, FileEntries],
     written: Mapping[int, np.ndarray],
     before: Mapping[bytes, KnownFile],
 ) -> tuple[Runs, Runs]:
     """Returns the numbers of the arrays of which this rank has written other bytes than the checkpoint before has.
 
     Args:
+        count: of the arrays.
+        entries: of each file by its part.
         written: the checksums of each file by its part, uint64[n].
         before: the files of the checkpoint before.
 
@@ -211,23 +238,27 @@ def compare_written(
         (those that have changed, those of files that the checkpoint before does not have so). By the blocks that an
         array fills, or else those in which it lies: what is said to have stayed is compared as a whole in its group.
     """
-    changed, unknown = set[int](), set[int]()
-    for file in plan.own.files:
-        if file.part not in written:
-            continue
-        known, hashes = before.get(entries[file.part]), written[file.part]
+    changed, unknown = list[np.ndarray](), list[np.ndarray]()
+    for part, hashes in written.items():
+        file = entries[part]
+        known = before.get(file.digest)
         if known is None or len(known.hashes) != len(hashes):
-            unknown.update(write.leaf for write in file.writes)
+            unknown.append(file.arrays)
             continue
         before_block = np.concatenate([[0], np.cumsum(known.hashes != hashes)])
-        for write in file.writes:
-            stop = write.start + write.nbytes
-            first, last = -(-write.start // BLOCK), stop // BLOCK
-            if first >= last:  # it fills no block
-                first, last = write.start // BLOCK, -(-stop // BLOCK)
-            if before_block[last] > before_block[first]:
-                changed.add(write.leaf)
-    return encode_runs(sorted(changed)), encode_runs(sorted(unknown))
+        down, up = file.starts // BLOCK, -(-file.starts // BLOCK)
+        fills = up[:-1] < down[1:]  # a block at least
+        first, last = np.where(fills, up[:-1], down[:-1]), np.where(fills, down[1:], up[1:])
+        changed.append(file.arrays[before_block[last] > before_block[first]])
+    return _encode_numbers(changed, count), _encode_numbers(unknown, count)
+
+
+def _encode_numbers(found: Iterable[np.ndarray], count: int) -> Runs:
+    """Encodes the numbers of some of `count` arrays, in order and each once."""
+    marked = np.zeros(count, np.bool_)
+    for numbers in found:
+        marked[numbers] = True
+    return encode_runs(np.flatnonzero(marked))
 
 
 class IncrementalSave:
@@ -235,10 +266,11 @@ class IncrementalSave:
 
     Args:
         base: the checkpoint that the save follows; None where everything is written.
+        tables: those of this rank.
     """
 
-    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None) -> None:
-        self._store, self._comm, self._base = store, comm, base
+    def __init__(self, store: Store, comm: Comm, base: BaseCheckpoint | None, tables: TableDeltas | None) -> None:
+        self._store, self._comm, self._base, self._tables = store, comm, base, tables
 
     @cached_property
     def _before(self) -> dict[bytes, KnownFile]:
@@ -256,26 +288,34 @@ class IncrementalSave:
                 return {}
         return {file.entries: file for file in kept.files}
 
-    def _entries(self, plan: GlobalPlan) -> dict[int, bytes]:
-        """Returns `entries_digest` of each file of the plan, by its part."""
+    def _entries(self, plan: GlobalPlan) -> dict[int, FileEntries]:
+        """Returns what each file of the plan holds, by its part."""
         known = self._comm.state.get(KnownEntries)
         if known is None or known.plan is not plan:
-            digests = {file.part: entries_digest(shard_entries(plan, file)) for file in plan.own.files}
-            known = KnownEntries(plan, digests)
+            known = KnownEntries(plan, {file.part: _file_entries(plan, file) for file in plan.own.files})
             self._comm.state.put(known)
-        return known.digests
+        return known.files
 
     def find_shared(self, plan: GlobalPlan, sources: Mapping[str, ArraySource]) -> tuple[SharedFile, ...]:
         """Returns the files of this rank that need not be written."""
         found, entries = list[SharedFile](), self._entries(plan)
         grouped = [file for file in plan.own.files if file.group]
-        candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part]))]
+        candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part].digest))]
         if not candidates or (self._base is not None and self._base.full):
             return ()
         source = TreeShardSource(plan, sources)
+        stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
+        if not stored <= {file.part for file, _ in candidates}:
+            self._comm.state.remove(KnownTables)
+            raise CheckpointError(
+                self._store.url,
+                expected="the rows of tables in the files of the checkpoint before",
+                found="others there",
+                hint="Save again: the next save writes all rows",
+            )
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
             for file, known in candidates:
-                if np.array_equal(np.array(area_hashes(file, source, pool), np.uint64), known.hashes):
+                if file.part in stored or has_checksums(file, source, known.hashes.tolist(), pool):
                     named = parse_shard_name(known.name)
                     assert named is not None, "it is the name of a shard"
                     found.append(SharedFile(known.home, named[3], file.part, file.stream, file.nbytes, known.header))
@@ -284,7 +324,7 @@ class IncrementalSave:
     def compare(self, plan: GlobalPlan, report: WriteReport) -> WriteReport:
         """Returns what this rank has written, with what of it has changed since the checkpoint before."""
         written = {part: np.frombuffer(data, np.uint64) for part, data in report.hashes.items()}
-        changed, unknown = compare_written(plan, self._entries(plan), written, self._before)
+        changed, unknown = compare_written(len(plan.arrays), self._entries(plan), written, self._before)
         return msgspec.structs.replace(report, changed=changed, unknown=unknown)
 
     def keep(self, plan: GlobalPlan, save_id: str, report: WriteReport, ended: CommitResult) -> None:
@@ -292,13 +332,15 @@ class IncrementalSave:
         if ended.faults or ended.disks:
             self._comm.state.remove(KnownFiles)
             return
+        if self._tables is not None:
+            self._tables.keep(save_id)
         entries = self._entries(plan)
         home, headers = Home(self._store.name, save_id), {part: header for _, part, _, _, header in report.files}
         shared = {file.part for file in report.shared}
-        known = [self._before[entries[part]] for part in shared]
+        known = [self._before[entries[part].digest] for part in shared]
         for file in plan.own.files:
             if file.part not in shared:
                 hashes = np.frombuffer(report.hashes[file.part], np.uint64)
                 name = shard_name(save_id, plan.own.rank, plan.global_tree.world, file.part)
-                known.append(KnownFile(home, name, headers[file.part], file.nbytes, entries[file.part], hashes))
+                known.append(KnownFile(home, name, headers[file.part], file.nbytes, entries[file.part].digest, hashes))
         self._comm.state.put(KnownFiles(save_id, tuple(known), ended.references, ended.index))

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Executor, Future, wait
 from functools import lru_cache, partial
 from threading import Event
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 import msgspec
 import numpy as np
 
-from .._arrays.base import HostArray, HostMemory, SourcePiece
+from .._arrays.base import HostArray, HostMemory, SourcePiece, tensor_at
 from .._core.format.shard_header import (
     BLOCK,
     block_count,
@@ -413,10 +413,15 @@ class _PieceSink:
 
 
 class _AreaHasher:
-    """Hashes a data area that comes in pieces, in the threads of a pool."""
+    """Hashes a data area that comes in pieces, in the threads of a pool.
 
-    def __init__(self, nbytes: int, pool: ThreadPool) -> None:
-        self._hashes, self._pool = [0] * block_count(nbytes), pool
+    Args:
+        expected: the checksums with which those of the blocks are compared: after one that differs none is computed.
+    """
+
+    def __init__(self, nbytes: int, pool: Executor, expected: Sequence[int] | None = None) -> None:
+        self._hashes, self._pool, self._expected = [0] * block_count(nbytes), pool, expected
+        self.differs = expected is not None and len(expected) != len(self._hashes)
         self._parts: list[np.ndarray] = []
         self._held = self._start = 0
         """The number of bytes in `_parts`, and where they begin in the data area."""
@@ -445,15 +450,20 @@ class _AreaHasher:
         room = BLOCK
         for part in parts:
             view = part.data
-            while len(view):
+            while len(view) and not self.differs:
                 block.append(view[:room])
                 view, room = view[room:], room - len(block[-1])
                 if not room:
-                    self._hashes[number] = hash_block(block[0]) if len(block) == 1 else hash_parts(block)
+                    self._hash_block(block, number)
                     number, block, room = number + 1, [], BLOCK
         if block:
-            self._hashes[number] = hash_parts(block)
+            self._hash_block(block, number)
         return time.perf_counter_ns() - begin
+
+    def _hash_block(self, parts: list[memoryview], number: int) -> None:
+        found = self._hashes[number] = hash_parts(parts)
+        if self._expected is not None and found != self._expected[number]:
+            self.differs = True
 
     def finish(self) -> list[int]:
         """Returns the checksums of all blocks."""
@@ -463,14 +473,40 @@ class _AreaHasher:
         return self._hashes
 
 
-def area_hashes(file: FilePlan, source: ShardSource, pool: ThreadPool) -> list[int]:
-    """Returns the checksums of the blocks of a data area, which nothing is written of."""
-    hasher = _AreaHasher(file.nbytes, pool)
+def has_checksums(file: FilePlan, source: ShardSource, expected: Sequence[int], pool: Executor) -> bool:
+    """Whether the blocks of a data area have these checksums. Nothing is written, nor copied off a device that hashes.
+
+    Args:
+        pool: it hashes, while the calling thread reads.
+    """
+    if (found := _device_hashes(file, source)) is not None:
+        return found == expected
+    hasher = _AreaHasher(file.nbytes, pool, expected)
     sink = _PieceSink(_CopyBuffers(BUFFER_COUNT * 4, lambda: None), hasher.add)
     for write in file.writes:
+        if hasher.differs:
+            break
         append_entry(sink, write, source.pieces(write.leaf))
     sink.flush()
-    return hasher.finish()
+    hasher.finish()
+    return not hasher.differs
+
+
+def _device_hashes(file: FilePlan, source: ShardSource) -> list[int] | None:
+    """Returns the checksums of a data area that lies on one device which computes them; None for any other one."""
+    tensors: list[Any] = []
+    for write in file.writes:
+        if write.nbytes:
+            piece = piece_of(write, source.pieces(write.leaf))
+            tensor = tensor_at(piece.data, write.region.relative_to(piece.region).slices())
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+    if not tensors:
+        return None
+    from .._arrays.device_checksums import device_checksums
+
+    return device_checksums(tensors)
 
 
 def _upload(writing: ShardWriting, file: ShardFile, writer: Writer) -> None:

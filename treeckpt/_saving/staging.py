@@ -211,16 +211,25 @@ def order_device_copies() -> None:
     """Has copies from devices wait for the work that the calling thread has started on the devices so far."""
     # a program that has not imported torch has no tensors on a device
     if "torch" in sys.modules:
-        from .._arrays.torch import wait_for_current_streams
+        from .._arrays.cuda_copies import wait_for_current_streams
 
         wait_for_current_streams()
+
+
+def after_device_order() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which what this thread reads of devices comes after what `order_device_copies` waits for."""
+    if "torch" not in sys.modules:
+        return contextlib.nullcontext()
+    from .._arrays.cuda_copies import use_copy_streams
+
+    return use_copy_streams()
 
 
 def cuda_pinning() -> PinMemory | None:
     """Returns the function that pins memory for a device, in a process that uses one."""
     if "torch" not in sys.modules:
         return None
-    from .._arrays.torch import pin_function
+    from .._arrays.cuda_copies import pin_function
 
     return pin_function()
 

@@ -51,6 +51,7 @@ from .._io.storage.wrapped_store import CountedStores
 from .._loading.match import Claims, LoadOptions
 from .._loading.read_batch import read_arrays, read_region
 from ..errors import CheckpointNotFound, FormatError, MismatchError, TreeckptError, visible
+from ._table_rows import JoinedTables
 
 Source = str | os.PathLike[str] | Store
 SOURCES = ["treeckpt", *READERS]
@@ -215,7 +216,7 @@ def open_source(path: Source, counted: CountedStores, *, alone: bool) -> Checkpo
         files.inner = counted(files.inner)
         return ForeignCheckpoint(files, alone=alone)
     _check_own(path)
-    return Checkpoint(counted(open_store(path)))
+    return Checkpoint(counted(open_store(path)), joined=True)
 
 
 SMALL_NBYTES = 64 << 10
@@ -280,6 +281,7 @@ class _NativeReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._claims = Claims(checkpoint, whole=True)
+        self._tables = JoinedTables(checkpoint)
         self._bases: dict[tuple[int, int | None], LazyArray] = {}
 
     def leaf(self, number: int, rank: int | None) -> Any:
@@ -309,6 +311,9 @@ class _NativeReader:
         key = (leaf.number, rank if leaf.ranks is not None else None)
         if key not in self._bases:
             spec = _plain_spec(leaf)
+            if (column := self._tables.column(leaf, spec)) is not None:
+                self._bases[key] = column
+                return column
             nbytes = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
             storage = Storage(new_address(nbytes), nbytes, None) if nbytes else None
             if leaf.ranks is None:

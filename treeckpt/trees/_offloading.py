@@ -604,7 +604,7 @@ def _block(nbytes: int, *, pin: bool, share: bool) -> Any:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
     block = torch.empty(nbytes, dtype=torch.uint8, device="cpu").share_memory_()
     if pin and nbytes:
-        from .._arrays.torch import pin as pin_memory
+        from .._arrays.cuda_copies import pin as pin_memory
 
         unpin = weakref.finalize(block.untyped_storage(), pin_memory(block.data_ptr(), nbytes))
         unpin.atexit = False  # the driver may be gone then

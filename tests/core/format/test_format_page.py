@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 
 import treeckpt as tc
 from tests.golden import content  # noqa: F401  (its classes are in the golden files)
+from tests.helpers.changing_tables import ChangingTable
 from tests.helpers.samples import gpt_state, write_checkpoint
 from tests.helpers.second_reader import KINDS, column, read, value
 from tests.helpers.strategies import Registered, same, trees
@@ -75,6 +76,18 @@ def assert_same(found: Any, loaded: Any, rank: int = 0) -> None:
 @pytest.mark.parametrize("name", ["version_1", "version_1_tables", "version_1_ranges"])
 def test_the_page_describes_the_golden_checkpoints(name: str) -> None:
     assert_same(read(GOLDEN / name), tc.load(GOLDEN / name, fallback=tc.Fallback(per_rank="take")))
+
+
+def test_it_describes_tables_of_which_some_rows_are_written_again(tmp_path: Path) -> None:
+    table = ChangingTable(200, buckets=4)
+    for step in range(4):
+        tc.save(tmp_path / f"{step}", {"emb": table.table()}, **({"base": tmp_path / f"{step - 1}"} if step else {}))
+        expected = table.expected
+        table.change(5, 3, 2)
+    found = read(tmp_path / "3")["emb"]
+    columns = (found["ids"], found["slots"]["embedding"], found["slots"]["count"])
+    assert {i: (row, n) for i, row, n in zip(*(each.tolist() for each in columns), strict=True)} == expected
+    assert found["scalars"] == {"step": 7}
 
 
 def test_it_describes_meshes_parts_and_what_each_rank_has(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A save that finds a file of its plan unchanged, byte for byte, in the checkpoint
 index names the file that is there. It always names the directory in which the file was first written, so that a reader
 follows one step, and no chain of them. Directories are plain names: all lie beside the checkpoint's own.
 
-The save groups what does not change into files of their own (`group_arrays`), so that whole files stay the same. An
+The save groups what does not change into files of their own (`kept_groups`), so that whole files stay the same. An
 index says for each array to which group it belongs and for how many saves its bytes have stayed, from which the next
 save plans its own groups. Nothing else is kept anywhere: a restart plans the same.
 """
@@ -159,30 +159,48 @@ def with_homes(
     return msgspec.structs.replace(references, homes=homes, home=columns[0], home_part=columns[1])
 
 
-def group_arrays(
-    nbytes: Sequence[int], frozen: Sequence[bool], world: int, before: References | None = None
-) -> tuple[int, ...]:
-    """Returns the group of each array, 0 for none: groups of what has stayed stay, without the arrays that changed.
+def kept_groups(
+    count: int, frozen: Sequence[int], before: References | None = None, tables: Sequence[int] = ()
+) -> tuple[np.ndarray, list[int]]:
+    """Returns the group of each array, 0 for none, and the numbers of those that are to get one.
+
+    Groups of what has stayed stay, without the arrays that changed.
 
     Args:
-        nbytes: of each array, all ranks together.
-        frozen: whether the tree says that it is not trained.
+        count: of arrays.
+        frozen: the numbers of those of which the tree says that they are not trained.
         before: that of the checkpoint that the save follows, if it is one of the same trees.
+        tables: the numbers of the columns of tables, which are put into groups by these.
     """
-    old, stayed = [0] * len(nbytes), [1] * len(nbytes)
-    if before is not None and length_of(before.group) == len(nbytes):
-        stayed = decode_runs(before.stayed).tolist() or stayed  # a rebuilt index does not know it
-        old = [g if saves else 0 for g, saves in zip(decode_runs(before.group).tolist(), stayed, strict=True)]
-    waits = [saves >= (1 if hint else STAYED_SAVES) for hint, saves in zip(frozen, stayed, strict=True)]
-    used = {g: number for number, g in enumerate(sorted(set(old) - {0}), 1)}
-    groups = [used.get(g, 0) for g in old]
-    number, filled = len(used), GROUP_NBYTES * world
-    for array, new in enumerate(waits):
-        if new and not groups[array]:
-            if filled + nbytes[array] > GROUP_NBYTES * world:
-                number, filled = number + 1, 0
-            groups[array], filled = number, filled + nbytes[array]
-    return tuple(groups)
+    old, stayed, least = np.zeros(count, np.int64), np.ones(count, np.int64), np.full(count, STAYED_SAVES)
+    least[frozen] = 1
+    if before is not None and length_of(before.group) == count:
+        stayed = decode_runs(before.stayed) if before.stayed else stayed  # a rebuilt index does not know it
+        old = np.where(stayed > 0, decode_runs(before.group), 0)
+    if tables:
+        old[tables], least[tables] = 0, STAYED_SAVES + 1
+    groups = np.unique(np.append(0, old), return_inverse=True)[1].reshape(-1)[1:]  # without gaps
+    return groups, np.flatnonzero((groups == 0) & (stayed >= least)).tolist()
+
+
+def with_new_groups(
+    groups: np.ndarray, nbytes: Mapping[int, int], world: int, tables: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Returns the group of each array, with arrays put into new ones.
+
+    Args:
+        groups: as `kept_groups` returns them.
+        nbytes: of each new array, all ranks together.
+        tables: of each column of a table, or of a delta of one, the number of that: each has a group of its own.
+    """
+    number, filled, found = int(groups.max(initial=0)), GROUP_NBYTES * world, groups.tolist()
+    for array, added in nbytes.items():
+        if filled + added > GROUP_NBYTES * world:
+            number, filled = number + 1, 0
+        found[array], filled = number, filled + added
+    for array, part in tables.items():
+        found[array] = number + part
+    return tuple(found)
 
 
 def count_stayed(

@@ -28,7 +28,7 @@ import numpy as np
 
 from ...errors import LayoutError, TreeError
 from ..sharding.dtypes import dtype_of
-from ..sharding.int_runs import Runs, decode_runs
+from ..sharding.int_runs import Runs, decode_runs, encode_runs
 from ..sharding.placements import (
     BoxLayout,
     Layout,
@@ -44,6 +44,7 @@ from ..sharding.placements import (
     replicated_layout,
 )
 from ..sharding.region import MAX_NDIM, Region, earlier_overlaps, intersect, subtract
+from ..tree.structure import table_columns
 from .rank_trees import GlobalTree, LeafSpec
 
 # who writes what ------------------------------------------------------------------------------------------------------
@@ -67,6 +68,10 @@ class ArrayLeaf(msgspec.Struct, frozen=True, gc=False):
     """The ranks that each have an array of their own of this shape under this path; None for any other array."""
     group: int = 0
     """The group of arrays that stay the same, which has files of its own; 0 for none."""
+    frozen: bool = False
+    """Whether the tree says that it is not trained."""
+    table: int = 0
+    """The number of the keyed table, or of the delta of one, of which it is a column; 0 for no column."""
 
     @property
     def nbytes(self) -> int:
@@ -80,16 +85,19 @@ def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
         TreeError: an array has too many dimensions.
     """
     found: list[tuple[int, ArrayLeaf]] = []
+    tables = table_columns(tree.structure)
     for number, leaf in enumerate(tree.leaves):
         if leaf.spec is None or leaf.alias_of is not None:
             continue
         if len(leaf.spec.shape) > MAX_NDIM:
             ndim = len(leaf.spec.shape)
             raise TreeError(leaf.path, expected=f"arrays of at most {MAX_NDIM} dimensions", found=f"{ndim}")
-        dtype = dtype_of(leaf.spec.dtype)
+        dtype, shape = dtype_of(leaf.spec.dtype), leaf.spec.shape
         layout = leaf.layout or replicated_layout(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts
-        found.append((number, ArrayLeaf(leaf.path, leaf.spec.shape, dtype.itemsize, layout, align, leaf.per_rank)))
+        frozen = leaf.spec.kind == "parameter" and not leaf.spec.requires_grad
+        options = {"frozen": frozen, "table": tables.get(leaf.path, 0)}
+        found.append((number, ArrayLeaf(leaf.path, shape, dtype.itemsize, layout, align, leaf.per_rank, **options)))
     return found
 
 
@@ -131,10 +139,11 @@ def assign_writers(leaves: Sequence[ArrayLeaf]) -> list[Assignment]:
     """
     assignments: list[Assignment] = [FIRST_REPLICA] * len(leaves)
     streams: dict[bytes, list[int]] = {}
-    loads: dict[int, int] = {}
+    loads: dict[int, dict[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.layout, BoxLayout):
-            assignments[i] = _assign_boxes(leaf, leaf.layout, loads)
+            # as below, each group by itself
+            assignments[i] = _assign_boxes(leaf, leaf.layout, loads.setdefault(leaf.group, {}))
         elif leaf.per_rank is None and len(mesh_ranks(leaf.layout.mesh)) > 1:
             check_layout(leaf.layout, leaf.shape, leaf.path)
             if len(replica_offsets(leaf.layout)) > 1 and leaf.nbytes:
@@ -691,6 +700,11 @@ class GlobalPlan(msgspec.Struct, frozen=True, dict=True):
     """The files of this rank."""
     groups: tuple[int, ...] = ()
     """The group of each array, see `format.references`; empty where no save is incremental."""
+
+    @cached_property
+    def group_runs(self) -> Runs:
+        """The groups, encoded."""
+        return encode_runs(self.groups)
 
     @cached_property
     def placement(self) -> Placement:

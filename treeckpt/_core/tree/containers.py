@@ -36,7 +36,6 @@ from ..sharding.int_runs import encode_runs
 from .dict_attributes import METADATA, encode_attributes
 from .keyed_table import KeyedTable, columns_of
 from .structure import (
-    TABLE_KEYS,
     AbsentNode,
     CustomNode,
     DataclassNode,
@@ -53,6 +52,7 @@ from .structure import (
     TableNode,
     TupleNode,
     key_text,
+    table_keys,
 )
 from .tensor_parts import TensorParts
 from .value_codec import Value, encode_function, encode_value, refuse_hash_collisions, type_name
@@ -216,7 +216,8 @@ def flatten_one_level(tree: Any, path: str, namespace: str, rank: int) -> Flatte
     if kind is TensorParts:
         return FlattenedContainer(tree.node_of, tree.node.keys, list(tree.parts.values()))
     if kind is KeyedTable:
-        return FlattenedContainer(partial(TableNode, tree.spec), TABLE_KEYS, columns_of(tree))
+        children = columns_of(tree)
+        return FlattenedContainer(partial(TableNode, tree.spec), table_keys(len(children)), children)
     if is_leaf_type(kind) or is_stateful_type(kind):
         return None  # decided without a look into the registries
     entry = registry_entry(kind, namespace)

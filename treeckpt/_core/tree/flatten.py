@@ -322,7 +322,7 @@ class _Unflattener:
             return collections.defaultdict(factory, zip(keys, children, strict=True))
         assert not isinstance(node, (PerRankNode, AbsentNode)), "handled by build, and refused by paths_of"
         if isinstance(node, TableNode):
-            return restore_table(node.table, children[0], *children[2:])
+            return restore_table(node.table, children[0], *children[2:4])
         if isinstance(node, TensorNode):
             made = TensorParts(node, dict(zip(keys, children, strict=True)), self._build)
             return made if self._build is None else self._build(made, path)
@@ -485,7 +485,7 @@ def rebuild_container(node: Any, keys: Sequence[object], children: list[Any], na
     if kind is AbsentSubtree:
         return node
     if kind is KeyedTable:
-        return node.with_parts(children[0], *children[2:])
+        return node.with_parts(children[0], *children[2:4])
     if kind is TensorParts:
         return node.with_parts(children)
     entry = registry_entry(kind, namespace)

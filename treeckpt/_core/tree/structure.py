@@ -138,7 +138,11 @@ class PerRankNode(msgspec.Struct, frozen=True, tag="per_rank", array_like=True):
 
 
 class TableNode(msgspec.Struct, frozen=True, tag="table", array_like=True):
-    """A `KeyedTable`; its children are ids, the first row of each bucket, a dict of slots, and scalars."""
+    """A `KeyedTable`; its children are ids, the first row of each bucket, a dict of slots, and scalars.
+
+    Of one that is saved as deltas there is one more, a list of a dict for each delta, with the keys `DELTA_KEYS`: a
+    table of the rows that replace those of the tables before it or are new, and one of ids that are deleted.
+    """
 
     table: TableSpec
     children: tuple[Structure, ...]
@@ -172,6 +176,10 @@ Structure = Node | None
 
 TABLE_KEYS = ("ids", "offsets", "slots", "scalars")
 """The keys of a table's children."""
+TABLE_DELTAS = "deltas"
+"""The key of one more child, of a table that is saved as deltas."""
+DELTA_KEYS = ("rows", "deleted")
+"""The keys of a delta."""
 USUAL_PATH_LENGTH = 1024
 """Characters of a path that do not count towards `MAX_EXTRA_PATH_CHARS`."""
 MAX_EXTRA_PATH_CHARS = 1 << 25
@@ -307,7 +315,7 @@ def keys_of(node: Node, path: str) -> Sequence[object]:
     if isinstance(node, (NamedTupleNode, StructSequenceNode, DataclassNode)):
         return node.fields
     if isinstance(node, TableNode):
-        return TABLE_KEYS
+        return table_keys(len(node.children))
     if isinstance(node, TensorNode):
         return node.keys
     return range(len(node.children))
@@ -413,6 +421,50 @@ def tables_of(structure: Structure) -> dict[tuple[str, Runs | None], TableSpec]:
     }
 
 
+def table_columns(structure: Structure) -> dict[str, int]:
+    """Returns the path of each array of tables, and the number of the table, or of its delta, of which it is a column.
+
+    Tables under `PerRank` are left out.
+    """
+    columns: dict[str, int] = {}
+    numbers: dict[tuple[str, ...], int] = {}
+    deltas = set[str]()
+    for node, path, ranks in containers_of(structure):
+        if not isinstance(node, TableNode) or ranks is not None or path in deltas:
+            continue
+        prefix = f"{path}/" if path else ""
+        for leaf, _ in paths_of(node):
+            steps = leaf.split("/")
+            if steps[0] == TABLE_DELTAS:
+                deltas.add(prefix + "/".join(steps[:3]))
+            if steps[0] != TABLE_KEYS[3]:  # scalars are values, or arrays that change
+                part = (path, *steps[:2]) if steps[0] == TABLE_DELTAS else (path,)
+                columns[prefix + leaf] = numbers.setdefault(part, len(numbers) + 1)
+    return columns
+
+
+def table_keys(children: int) -> tuple[str, ...]:
+    """Returns the keys of a table with so many children."""
+    return TABLE_KEYS if children <= len(TABLE_KEYS) else (*TABLE_KEYS, TABLE_DELTAS)
+
+
+def deltas_of(table: TableNode) -> Sequence[Structure]:
+    """Returns the deltas of a table, the earliest first."""
+    deltas = table.children[len(TABLE_KEYS)] if len(table.children) > len(TABLE_KEYS) else None
+    return () if deltas is None else deltas.children
+
+
+def _is_delta(delta: Structure, table: TableNode) -> bool:
+    """Whether a node is a delta of a table: two tables of the same buckets, one with its slots, and one without."""
+    if not isinstance(delta, DictNode) or delta.keys != DELTA_KEYS:
+        return False
+    rows, deleted = delta.children
+    if not isinstance(rows, TableNode) or not isinstance(deleted, TableNode) or deltas_of(rows) or deltas_of(deleted):
+        return False
+    same_slots = len(rows.children) > 2 and rows.children[2] == table.children[2]
+    return same_slots and rows.table == deleted.table == table.table
+
+
 def _check_node(node: Node, path: str) -> None:
     if isinstance(node, PerRankNode):
         if len(node.ranks) != len(node.children):
@@ -434,7 +486,8 @@ def _check_node(node: Node, path: str) -> None:
             raise FormatError(path, expected=f"a deque of {len(node.children)} or more", found=f"maxlen {node.maxlen}")
     elif isinstance(node, TableNode):
         kinds = [child if child is None else type(child) for child in node.children]
-        if kinds != [None, None, DictNode, DictNode] or not 0 < node.table.buckets < 1 << 32:
+        whole = kinds[:4] == [None, None, DictNode, DictNode] and kinds[4:] in ([], [ListNode])
+        if not whole or not 0 < node.table.buckets < 1 << 32 or not all(map(_is_delta, deltas_of(node), repeat(node))):
             names = ", ".join("a leaf" if kind is None else kind.__name__ for kind in kinds[:8])
             raise FormatError(path, expected="a table's ids, offsets, slots and scalars", found=names or "nothing")
 

@@ -27,6 +27,7 @@ from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
 from ..._core.format.references import SharedFile, decode_shared
 from ..._core.format.shard_header import ShardHeader, parse_shard_name, shard_name
+from ..._core.format.table_deltas import join_tables
 from ..._core.format.timings import Timings, decode_timings, timings_name
 from ..._core.text import count_text
 from ..._inspect.diff import Checksums
@@ -344,13 +345,18 @@ class Replaced(CheckpointError):
 
 
 class Checkpoint:
-    """One version of a checkpoint; `index` is given where the caller has decoded it already."""
+    """One version of a checkpoint.
+
+    Args:
+        index: given where the caller has decoded it already.
+        joined: its index has tables that were saved as deltas as loads see them; see `format.table_deltas`.
+    """
 
     has_checksums = True
     """Whether it has a checksum of each of its blocks; files of another program have none."""
 
-    def __init__(self, store: Store, index: Index | None = None) -> None:
-        self.place, self.url = store, store.url
+    def __init__(self, store: Store, index: Index | None = None, *, joined: bool = False) -> None:
+        self.place, self.url, self._joined = store, store.url, joined
         self.store = store
         """Its files; once the index is known, with the shards that lie in other directories than its `place`."""
         self._shards: dict[tuple[str, bool], OpenedShard] = {}
@@ -368,11 +374,14 @@ class Checkpoint:
         """The index, read when it is first needed; raises as `read_index`."""
         index = decode_and_check(self.place, self.index_bytes)
         self.store = with_shared_files(self.place, index)
-        return index
+        return self._as_read(index)
 
     def take_index(self, index: Index) -> None:
         """Takes an index that the caller has decoded as its own."""
-        self.index, self.store = index, with_shared_files(self.place, index)
+        self.index, self.store = self._as_read(index), with_shared_files(self.place, index)
+
+    def _as_read(self, index: Index) -> Index:
+        return join_tables(index) if self._joined and index.tables else index
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -432,7 +441,7 @@ class Checkpoint:
 
     def reopened(self) -> Checkpoint:
         """The version that is at the same place now."""
-        return Checkpoint(self.place)
+        return Checkpoint(self.place, joined=self._joined)
 
     @property
     def repeated_nbytes(self) -> int:
