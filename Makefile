@@ -148,21 +148,28 @@ format: $(STAMP) ## format the code and repair what ruff can
 	@$(BIN)/ruff check -q --fix-only .
 	@$(BIN)/ruff format -q .
 
-chromium: ## make sure that a Chromium is here for the browser tests
+# The headless shell takes a third less of the processors than a whole Chromium, and starts contexts in a third of the time.
+chromium: ## make sure that a Chromium is here for the browser tests: its headless shell, or where there is none the whole
 	$(call say,Looking for Chromium)
-	@if command -v chromium >/dev/null; then echo "    $$(command -v chromium)"; exit 0; fi; \
-	if ! command -v apt-get >/dev/null; then sudo=none; \
-	elif [ "$$(id -u)" = 0 ]; then sudo=; \
-	elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then sudo="sudo"; \
-	else sudo=none; fi; \
-	if [ "$$sudo" = none ]; then \
-	  echo "The browser tests need Chromium as \`chromium\` on PATH, and it can not be installed from here." >&2; \
-	  echo "Install it (Debian: apt-get install chromium; Fedora: dnf install chromium), then run make again." >&2; \
-	  exit 1; \
+	@if command -v chromium-headless-shell >/dev/null; then echo "    $$(command -v chromium-headless-shell)"; exit 0; fi; \
+	sudo=none; \
+	if command -v apt-get >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ]; then sudo=; \
+	  elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then sudo="sudo"; fi; \
 	fi; \
-	echo "    installing Debian's chromium with apt-get"; \
-	$$sudo apt-get update -qq || echo "    apt-get update failed, going on with the lists that are here" >&2; \
-	$$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null
+	if [ "$$sudo" != none ]; then \
+	  quick="-o Acquire::http::Timeout=15 -o Acquire::Retries=1"; \
+	  $$sudo apt-get $$quick update -qq || echo "    apt-get update failed, going on with the lists that are here" >&2; \
+	  for package in chromium-headless-shell chromium; do \
+	    if [ $$package = chromium ] && command -v chromium >/dev/null; then break; fi; \
+	    echo "    installing Debian's $$package with apt-get"; \
+	    if $$sudo env DEBIAN_FRONTEND=noninteractive apt-get $$quick install -y -qq $$package >/dev/null; then exit 0; fi; \
+	  done; \
+	fi; \
+	if command -v chromium >/dev/null; then echo "    $$(command -v chromium)"; exit 0; fi; \
+	echo "The browser tests need Chromium as \`chromium-headless-shell\` or \`chromium\` on PATH, and it can not be installed from here." >&2; \
+	echo "Install it (Debian: apt-get install chromium; Fedora: dnf install chromium), then run make again." >&2; \
+	exit 1
 
 strace: ## make sure that strace is here for the tests of power losses, if it can be installed; without it they are skipped
 	$(call say,Looking for strace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pkgutil
 import tomllib
 from collections import defaultdict
@@ -19,14 +20,15 @@ FUNCTION_LINES = 60
 POSITIONAL_ARGUMENTS = 6
 
 
-def modules() -> Iterator[tuple[str, Path, ast.Module]]:
+@functools.cache
+def modules() -> list[tuple[str, Path, ast.Module]]:
+    """Not at the import of this file, which each worker does."""
+    found: list[tuple[str, Path, ast.Module]] = []
     for name, folder in FOLDERS.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
-            yield ".".join([name, *parts]).removesuffix(".__init__"), path, ast.parse(path.read_text())
-
-
-MODULES = list(modules())
+            found.append((".".join([name, *parts]).removesuffix(".__init__"), path, ast.parse(path.read_text())))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +84,13 @@ def test_every_room_stands_in_the_order_and_no_imports_form_a_circle(contracts):
 
 
 def test_packages_say_what_they_hold():
-    packages = [(name, tree) for name, path, tree in MODULES if path.name == "__init__.py"]
+    packages = [(name, tree) for name, path, tree in modules() if path.name == "__init__.py"]
     assert [name for name, tree in packages if len((ast.get_docstring(tree) or "").splitlines()) < 3] == []
 
 
 def test_a_class_name_is_defined_once():
     places = defaultdict(list)
-    for name, _, tree in MODULES:
+    for name, _, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
@@ -104,7 +106,7 @@ def store_classes() -> set[str]:
     """The classes of stores, runs of stores and what belongs to them, by inheritance."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for _, _, tree in MODULES
+        for _, _, tree in modules()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
     }
@@ -145,7 +147,7 @@ def test_outside_of_io_nothing_asks_for_the_kind_of_a_store():
     assert {"LocalStore", "MemoryStore", "ObjectStore", "CountingStore", "ForeignStore", "ObjectRun"} <= classes
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for name, path, tree in MODULES
+        for name, path, tree in modules()
         if not name.startswith("treeckpt._io")
         for line in store_kind_checks(tree, classes)
     ]
@@ -163,7 +165,7 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_docstrings_are_statements():
     asking = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for _, path, tree in MODULES
+        for _, path, tree in modules()
         for line, text in documented(tree)
         if text.split("\n\n")[0].rstrip().endswith("?")
     ]
@@ -171,8 +173,8 @@ def test_docstrings_are_statements():
 
 
 def test_modules_and_functions_are_short():
-    long = [f"{path.relative_to(ROOT)}" for _, path, _ in MODULES if path.read_text().count("\n") > MODULE_LINES]
-    for _, path, tree in MODULES:
+    long = [f"{path.relative_to(ROOT)}" for _, path, _ in modules() if path.read_text().count("\n") > MODULE_LINES]
+    for _, path, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno is not None
@@ -185,7 +187,7 @@ def test_calls_name_their_arguments_where_there_are_many():
     """But those of `struct`, whose format says what each is, and those that pass on a sequence (`*values`)."""
     many = [
         f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)}"
-        for _, path, tree in MODULES
+        for _, path, tree in modules()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and len(node.args) > POSITIONAL_ARGUMENTS

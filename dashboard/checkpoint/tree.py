@@ -16,6 +16,8 @@ from treeckpt._core.tree.spec import BLOB_KINDS
 from treeckpt._inspect.diff import leaf_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, node_and_range, treemap_of
+from treeckpt._runs.catalog import needed_nbytes
+from treeckpt.errors import visible
 
 from ..pages.checkpoints import (
     PAGE_ROWS,
@@ -114,6 +116,10 @@ class CheckpointPage(msgspec.Struct, frozen=True):
     found: SearchPage | None
     contents: ContentsSummary | None
     """What the statistics of its arrays say; None if none are known."""
+    needed_nbytes: int = 0
+    """Bytes of its files that other checkpoints of the run share, and that go only with the last of these."""
+    needed_by: list[str] = []
+    """The directories of these checkpoints."""
     located: bool = True
     """Whether it is known which leaves are damaged."""
 
@@ -238,6 +244,8 @@ def checkpoint_page(
     outline = library.outline(opened)
     damage = OpenTree(library, opened, row, outline).damage
     metadata = list(outline.index.metadata.items())[:PAGE_ROWS]
+    infos = (info for _, info in library.checkpoints(opened.run))
+    sharing = [info for info in infos if opened.info.name in info.shared_with]
     return CheckpointPage(
         checkpoint=row,
         files=len(outline.index.file_list),
@@ -249,6 +257,8 @@ def checkpoint_page(
         found=search_page(outline, damage, q, start) if q.strip() else None,
         contents=summary_of(library, opened.info),
         located=damage.located,
+        needed_nbytes=needed_nbytes(info.shared_with for info in sharing).get(opened.info.name, 0),
+        needed_by=sorted(visible(info.name) for info in sharing),
     )
 
 

@@ -76,11 +76,11 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     nbytes: int | None
     """Bytes of the arrays."""
     disk_nbytes: int | None
-    """Bytes of all its files."""
+    """Bytes of all its own files."""
     created: str | None
     seconds: float | None
     rate: float | None
-    """Bytes per second."""
+    """Bytes that were written per second."""
     error: str | None
     readable: bool
     """Whether there is an index to browse."""
@@ -121,6 +121,10 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     """The save id of the checkpoint from which the training continued; None if it is not recorded."""
     follows_step: int | None = None
     """The step of that checkpoint, if it still exists."""
+    shared_nbytes: int = 0
+    """Bytes of the arrays, among `nbytes`, that its save has not written: other checkpoints of the run have them."""
+    shared_with: dict[str, int] = {}
+    """Bytes of its files in the directory of each of these."""
     branches: bool = False
     """Whether a branch begins here: another checkpoint was saved between that one and this one."""
 
@@ -158,7 +162,7 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
     waits_for = waits_for_text(save, time.time_ns()) if save is not None else None
     error = info.problem if waits_for is None or info.files != "partial" else waits_for
     verification = info.verification
-    rate = info.nbytes / info.seconds if info.nbytes and info.seconds and info.files != "partial" else None
+    rate = info.own_nbytes / info.seconds if info.own_nbytes and info.seconds and info.files != "partial" else None
     return CheckpointRow(
         id=checkpoint_id,
         run=run.id,
@@ -172,6 +176,8 @@ def checkpoint_row(checkpoint_id: str, run: Run, info: CheckpointInfo) -> Checkp
         leaves=info.leaves,
         nbytes=info.nbytes,
         disk_nbytes=info.disk_nbytes,
+        shared_nbytes=info.shared_nbytes,
+        shared_with=info.shared_with,
         created=iso_time(info.created_ns),
         seconds=info.seconds,
         rate=rate,

@@ -248,7 +248,7 @@ def _trends(complete: list[CheckpointInfo]) -> list[Html]:
     if len(saves) < 2:
         return []
     steps = [i.step or 0 for i in saves]
-    rates = [i.nbytes / i.seconds if i.nbytes and i.seconds else None for i in saves]
+    rates = [i.own_nbytes / i.seconds if i.own_nbytes and i.seconds else None for i in saves]
     times = [("took", [i.seconds for i in saves]), ("blocked", [i.blocked_seconds for i in saves])]
     return [
         _section("Time of saves", line_chart(steps, times, seconds_text)),

@@ -101,7 +101,7 @@ class RunPart(msgspec.Struct, frozen=True):
     goes: int
     """Checkpoints that no policy keeps."""
     goes_nbytes: int
-    """Bytes of all files of the checkpoints that no policy keeps."""
+    """Bytes that go with the checkpoints that no policy keeps: of all files, but those that other ones share."""
     sort: str
     status: str
     q: str

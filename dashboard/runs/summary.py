@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from treeckpt._core.text import json_number, shell_quoted
-from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, step_info, sum_nbytes
+from treeckpt._runs.catalog import CheckpointInfo, Status, id_of, mark_of, needed_nbytes, step_info, sum_nbytes
 from treeckpt._runs.run_metrics import best_checkpoint, metrics_among, parse_metric
 from treeckpt._runs.run_state import RunSigns, signs_of_run, status_of_run
 from treeckpt._runs.usage import recorded_policies
@@ -339,7 +339,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     statuses: dict[str, int]
     reasons: dict[str, tuple[str, ...]]
     gone: dict[str, int]
-    """Bytes of the checkpoints that no policy keeps, by name."""
+    """Bytes of the checkpoints that no policy keeps, by name, without those that others share, which stay."""
     metrics: list[str]
     """The metrics that have columns."""
     best: dict[str, dict[str, str]]
@@ -369,7 +369,8 @@ def _summarize(listed: Listed, policies: tuple[Policy, ...], chosen: Best | None
     reasons = reasons_of(infos, policies)
     decided = (info for info in infos if policies and info.files == "complete" and id_of(info) is not None)
     metrics = metric_names(infos, policies)
-    gone = {info.name: info.disk_nbytes or 0 for info in decided if info.name not in reasons}
+    needed = needed_nbytes(info.shared_with for info in infos)
+    gone = {i.name: (i.disk_nbytes or 0) - needed.get(i.name, 0) for i in decided if i.name not in reasons}
     complete = [info for info in infos if info.files == "complete" and not info.abandoned]
     return RunSummary(
         complete=statuses["complete"],

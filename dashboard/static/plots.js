@@ -162,8 +162,8 @@ function wholeNumbers(low, high, step) {
  *   wide?: boolean, paint?: number, turn?: [number, number] | null,
  * }} Line
  * @typedef {{
- *   steps: number[], ids: string[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean, max?: number,
- *   free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
+ *   steps: number[], ids: string[], lines: Line[], text: (n: number, digits?: number) => string, stacked?: boolean,
+ *   max?: number, free?: boolean, log?: boolean, time?: boolean, whole?: boolean, marks?: (string | null)[],
  *   low: number | null, high: number | null,
  * }} Shown
  * @typedef {Pick<Line, "label" | "colour" | "wide" | "dash" | "faint" | "turn">} Sign

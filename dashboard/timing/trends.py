@@ -202,6 +202,7 @@ class TrendsPage(msgspec.Struct, frozen=True):
     seconds: list[float | None]
     blocked: list[float | None]
     nbytes: list[int]
+    """Bytes of the arrays that each has written."""
     rate: list[float | None]
     dedupe: list[float | None]
     """The bytes that all ranks held together, as a multiple of those written: 1 where no rank held what another had."""
@@ -336,8 +337,8 @@ def _trends_page(trends: RunTrends, low: int, high: int) -> TrendsPage:
         branch=[row.branch for row in rows],
         seconds=[info.seconds for info in infos],
         blocked=[info.blocked_seconds for info in infos],
-        nbytes=[info.nbytes or 0 for info in infos],
-        rate=[info.nbytes / info.seconds if info.nbytes and info.seconds else None for info in infos],
+        nbytes=[info.own_nbytes or 0 for info in infos],
+        rate=[info.own_nbytes / info.seconds if info.own_nbytes and info.seconds else None for info in infos],
         dedupe=[info.held_nbytes / info.nbytes if info.nbytes and info.held_nbytes else None for info in infos],
         world=[info.world or 0 for info in infos],
         phase=_column(reduced, lambda one: None if one.longest_phase is None else visible(one.longest_phase)),

@@ -16,12 +16,12 @@ SECONDS = 5.0
 
 @pytest.fixture(scope="module")
 def place(serve, tmp_path_factory):
-    """Six runs, of which `run-4` has the lowest loss; the last one has 2,000 checkpoints."""
+    """Six runs, of which `run-4` has the lowest loss; the last one has 600 checkpoints."""
     root = tmp_path_factory.mktemp("six")
     best = [3.0, 2.5, 2.0, 1.5, 0.5, 1.0]
     for n, low in enumerate(best):
         values = lambda step, low=low: {"loss": low + 100 / step, "accuracy": 1 - low / 10}  # noqa: E731
-        write_many(root / f"run-{n}", 2000 if n == 5 else 8, metrics=values)
+        write_many(root / f"run-{n}", 600 if n == 5 else 8, metrics=values)
     return serve(*sorted(root.glob("run-*")), cache=root / "cache")
 
 
@@ -78,7 +78,7 @@ def test_ticked_runs_are_laid_over_each_other_by_step_and_by_time(runs, accessib
     runs.get_by_role("button", name="Compare ticked").click()
     expect(runs.get_by_role("heading", name="Metrics of 2 runs")).to_be_visible()
     expect(runs.locator("#overlay-legend")).to_contain_text("run-1")
-    expect(runs.locator("#overlay-about")).to_contain_text("Of 4,016 values the lowest and the highest of each bin")
+    expect(runs.locator("#overlay-about")).to_contain_text("Of 1,216 values the lowest and the highest of each bin")
     expect_colours(runs, "#overlay .chart canvas >> nth=0", 3)
     runs.locator(".chart").first.focus()
     runs.keyboard.press("ArrowRight")
@@ -96,22 +96,22 @@ def test_ticked_runs_are_laid_over_each_other_by_step_and_by_time(runs, accessib
     expect(runs.get_by_role("heading", name="Step 100", exact=True)).to_be_visible()
 
 
-def test_any_two_of_2000_steps_are_compared_by_typing_and_by_ticks(runs):
+def test_any_two_of_600_steps_are_compared_by_typing_and_by_ticks(runs):
     runs.get_by_role("link", name="run-5").click()
     runs.get_by_label("Compare step", exact=True).fill("1700")
-    runs.get_by_label("with step").fill("150,050")
+    runs.get_by_label("with step").fill("50,050")
     runs.get_by_label("with step").press("Enter")
-    expect(runs.get_by_role("alert")).to_contain_text("run-5 has no step 150,050 that can be compared. The nearest are")
-    runs.get_by_role("button", name="step 150,000").click()
-    expect(runs.get_by_role("heading", name="From step 1,700 to step 150,000")).to_be_visible()
+    expect(runs.get_by_role("alert")).to_contain_text("run-5 has no step 50,050 that can be compared. The nearest are")
+    runs.get_by_role("button", name="step 50,000").click()
+    expect(runs.get_by_role("heading", name="From step 1,700 to step 50,000")).to_be_visible()
     expect(runs.get_by_role("region", name="Metadata that differs")).to_contain_text("custom metadata metrics/loss")
     expect(runs.get_by_role("link", name="Diff", exact=True)).to_have_attribute("aria-current", "page")
     runs.get_by_role("link", name="run-5").first.click()
-    runs.get_by_label("Compare step 200,000").check()
+    runs.get_by_label("Compare step 60,000").check()
     runs.get_by_role("link", name="next").click()
-    runs.get_by_label("Compare step 189,900").check()
+    runs.get_by_label("Compare step 49,900").check()
     runs.get_by_role("button", name="Compare", exact=True).click()
-    expect(runs.get_by_role("heading", name="From step 189,900 to step 200,000")).to_be_visible()
+    expect(runs.get_by_role("heading", name="From step 49,900 to step 60,000")).to_be_visible()
 
 
 def test_what_a_search_finds_is_walked_through_and_opened_by_keys(runs):

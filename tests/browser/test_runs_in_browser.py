@@ -7,6 +7,7 @@ import pytest
 
 from tests.browser.helpers import OwnTime, expect_phone_width
 from tests.dashboard.helpers import under_way
+from tests.helpers.adapted import write_adapted
 from tests.helpers.background import until
 from tests.helpers.large import hold_readers, write_large_checkpoint, write_many
 from tests.helpers.samples import gpt_state, write_checkpoint
@@ -149,6 +150,7 @@ def test_these_pages_fit_a_phone_too(watched, address, scheme):
         assert page.locator("h1").count() == 1
 
 
+@pytest.mark.slow  # test_questions asks it each time, in as many clicks and seconds
 def test_what_a_run_takes_in_a_week_under_other_policies_takes_two_clicks_and_five_seconds(watched, serve, tmp_path):
     write_many(tmp_path / "run", 30, start_ns=time.time_ns() - 30 * 60 * 10**9)
     page = watched(serve(tmp_path / "run"))
@@ -164,3 +166,23 @@ def test_what_a_run_takes_in_a_week_under_other_policies_takes_two_clicks_and_fi
     expect(page.get_by_role("row").filter(has_text="Nothing deleted")).to_contain_text("per day")
     # what a clean-up would do is shown once it is planned, on its own
     expect(page.get_by_role("region", name="Will be pruned of run")).to_contain_text("step_00000100", timeout=60_000)
+
+
+def test_own_and_shared_bytes_are_said_where_one_looks_for_bytes(watched, serve, tmp_path, accessible):
+    page = watched(serve(write_adapted(tmp_path / "run", 3)))
+    row = page.get_by_role("row").filter(has_text="step 3")
+    expect(row).to_contain_text("3.61 MB 3.6 MB shared")
+    expect(page.get_by_role("row").filter(has_text="step 1")).not_to_contain_text("shared")
+    row.get_by_role("link", name="step 3").click()
+    tile = page.locator(".tile", has_text="Arrays")
+    expect(tile).to_contain_text("12 kB own, 3.6 MB shared with step_00000001")
+    accessible(page, "a checkpoint that shares files")
+    page.go_back()
+    page.get_by_role("link", name="step 1").click()
+    tile = page.locator(".tile", has_text="On disk")
+    expect(tile).to_contain_text("3.6 MB of it freed only with step_00000002 and 1 more")
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect_phone_width(page)
+    page.go_back()
+    page.wait_for_load_state("load")
+    expect_phone_width(page)

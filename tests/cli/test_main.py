@@ -115,7 +115,7 @@ def test_the_help_of_ls_says_what_each_column_means(cli, run, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["ls", "--help"])
     told = re.findall(r"^  ([a-z]+) {2,}\S", capsys.readouterr().out.partition("columns, ")[2], re.M)
-    assert told == [*cli("ls", run).splitlines()[0].split()[:9], "after", "verified", "pinned", "metrics"]
+    assert told == [*cli("ls", run).splitlines()[0].split()[:9], "shared", "after", "verified", "pinned", "metrics"]
     assert set(LEFT_OUT_FIRST) < set(told)
 
 

@@ -15,12 +15,18 @@ import numpy as np
 import treeckpt as tc
 from treeckpt._cli.main import main as command
 from treeckpt._core.format.files import checksum, is_step_name, parse_file_name, step_name, step_of
+from treeckpt._core.format.shard_header import BLOCK
 from treeckpt._io.storage.checkpoint import read_index
 from treeckpt._io.storage.open import open_run
+from treeckpt._loading.flatten import flatten_store
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import All, Last
 
 __all__ = ["Action", "act"]
+
+
+FROZEN = BLOCK // 8
+"""Numbers of the array that most saves do not change."""
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -30,6 +36,8 @@ class Action(msgspec.Struct, frozen=True):
     step: int = 0
     seed: int = 0
     grace: float = 0.0
+    base: int = 0
+    """The step that an incremental save follows."""
 
     @property
     def words(self) -> str:
@@ -37,13 +45,15 @@ class Action(msgspec.Struct, frozen=True):
 
 
 def tree_of(seed: int) -> dict[str, Any]:
-    return {"w": np.full(40, seed, np.int64), "seed": seed}
+    """What a save writes. `frozen`, which fills a block, is the same in all of seeds below 200."""
+    return {"frozen": np.full(FROZEN, seed // 200, np.int64), "w": np.full(40, seed, np.int64), "seed": seed}
 
 
 def seed_in(tree: dict[str, Any]) -> int:
     """The seed of the save that a loaded tree is of; -1 where its values are not those of one save."""
-    whole = list(tree) == ["w", "seed"] and tree["w"].shape == (40,) and bool((tree["w"] == tree["seed"]).all())
-    return tree["seed"] if whole else -1
+    whole = list(tree) == ["frozen", "w", "seed"] and (tree["frozen"].shape, tree["w"].shape) == ((FROZEN,), (40,))
+    same = whole and bool((tree["w"] == tree["seed"]).all() and (tree["frozen"] == tree["seed"] // 200).all())
+    return tree["seed"] if same else -1
 
 
 def place(run: str, step: int) -> str:
@@ -52,8 +62,10 @@ def place(run: str, step: int) -> str:
 
 def save(run: str, action: Action) -> dict[str, Any]:
     path, files = place(run, action.step), {"config.json": b"%d" % action.seed} if action.seed % 2 else None
+    options: dict[str, Any] = {"base": place(run, action.base)} if action.base else {}
+    overwrite = action.what != "save"
     report = tc.save(
-        path, tree_of(action.seed), step=action.step, overwrite=action.what == "overwrite", comm="alone", files=files
+        path, tree_of(action.seed), step=action.step, overwrite=overwrite, comm="alone", files=files, **options
     )
     return {"saved": [action.step, report.save_id, action.seed]}
 
@@ -61,7 +73,7 @@ def save(run: str, action: Action) -> dict[str, Any]:
 def manage(run: str, action: Action) -> dict[str, Any]:
     """A training that saves one step and keeps one."""
     options: dict[str, Any] = {"background": False, "overwrite": True, "grace": action.grace, "comm": "alone"}
-    with tc.Manager(run, keep=1, **options) as manager:
+    with tc.Manager(run, keep=1, incremental=action.what == "incremental", **options) as manager:
         report = manager.save(action.step, tree_of(action.seed))
         assert isinstance(report, tc.SaveReport)
     return {"saved": [action.step, report.save_id, action.seed], "cleans": True}
@@ -83,7 +95,8 @@ def _told_of_clean(report: dict[str, Any]) -> dict[str, Any]:
     removed = [one["save_id"] for one in report["removed"] if one["what"] == "checkpoint"]
     failed = [f"{one['name']}: {one['why']}" for one in report["failed"]]
     left = [one["name"] for one in (*report["left"], *report["failed"])]
-    return {"removed": removed, "left": left, "failed": failed, "cleans": True}
+    gone = [one["name"] for one in report["left"] if one["why"].startswith("its index is gone")]
+    return {"removed": removed, "gone": gone, "left": left, "failed": failed, "cleans": True}
 
 
 def delete(run: str, action: Action) -> dict[str, Any]:
@@ -97,6 +110,10 @@ def careless(run: str, action: Action) -> dict[str, Any]:
     removed = read_index(store).save_id
     store.delete("index.json")
     return {"removed": [removed]}
+
+
+def flatten(run: str, action: Action) -> dict[str, Any]:
+    return {"flattened": flatten_store(open_run(run).folder(step_name(action.step)))}
 
 
 def repair(run: str, action: Action) -> dict[str, Any]:
@@ -129,6 +146,8 @@ def check(run: str, action: Action) -> dict[str, Any]:
     """What is there behind an interleaving, and what one more clean-up leaves. A quarter of them is verified too."""
     before = _contents(run, whole=True, verified=action.seed % 4 == 0)
     report = RunDirectory(run).clean([All()], grace=0)
+    if any(state["save_id"] is None and _lost_index(state["others"]) for state in before.values()):
+        report = RunDirectory(run).clean([All()], grace=0)  # what it shares stays until its directory has gone
     left = {str(step_of(one.name)): one.why for one in report.left}
     failed = [f"{one.name}: {one.why}" for one in report.failed]
     return {"before": before, "after": _contents(run), "left": left, "failed": failed}
@@ -137,7 +156,7 @@ def check(run: str, action: Action) -> dict[str, Any]:
 def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[str, dict[str, Any]]:
     """Each step's directory: its save, with `whole` what loads from it, and the files that are of no committed save."""
     found: dict[str, dict[str, Any]] = {}
-    store = open_run(run)
+    store, named = open_run(run), dict[str, set[str]]()
     for name in store.names():
         if not is_step_name(name):
             continue
@@ -148,6 +167,8 @@ def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[
             index = tc.inspect(path)
             save_id = state["save_id"] = index.save_id
             copies = {one.name: one.xxh3 for one in index.sidecars}
+            for file in index.file_list:
+                named.setdefault(file.directory or name, set()).add(file.name)
             if whole:
                 state["seed"] = seed_in(tc.load(path))
             if verified:
@@ -157,6 +178,7 @@ def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[
         folder = store.folder(name)
         names = folder.entries()
         kinds = [(file, parse_file_name(file)) for file in names]
+        state["directory"] = name
         state["others"] = [
             file
             for file, kind in kinds
@@ -165,16 +187,34 @@ def _contents(run: str, *, whole: bool = False, verified: bool = False) -> dict[
         ]
         state["files"] = len(names)
         found[str(step)] = state
+    for state in found.values():
+        state["named"] = len(needed := named.get(state.pop("directory"), set()))
+        state["others"] = _unnamed(state["others"], needed)
     return found
 
 
-_STAYING = ("index", "shard", "sidecar", "timings", "pin", "damaged", "ended")
+def _lost_index(files: list[str]) -> bool:
+    kinds = {kind.kind for name in files if (kind := parse_file_name(name))}
+    return "shard" in kinds and not kinds & {"progress", "deleted"}
+
+
+def _unnamed(files: list[str], named: set[str]) -> list[str]:
+    """Those of some files that are neither named by an index nor marks of a save of which a file is."""
+    saves = {kind.save_id for name in named if (kind := parse_file_name(name))}
+    kinds = [(name, parse_file_name(name)) for name in files if name not in named]
+    return [n for n, kind in kinds if not (kind and kind.kind in ("deleted", "shared") and kind.save_id in saves)]
+
+
+_STAYING = ("index", "sidecar", "timings", "pin", "damaged", "ended", "shared")
 """Kinds of files that a committed save may have beside it for good."""
 
 _ACTIONS: dict[str, Callable[[str, Action], dict[str, Any]]] = {
     "save": save,
     "overwrite": save,
+    "follow": save,
     "manager": manage,
+    "incremental": manage,
+    "flatten": flatten,
     "clean": clean,
     "gc": gc,
     "delete": delete,

@@ -96,7 +96,7 @@ def violations(record: Record) -> list[str]:
 
 
 def _may_overwrite(record: Record, who: int) -> bool:
-    return who >= 0 and record.case.actions[who].what in ("overwrite", "manager")
+    return who >= 0 and record.case.actions[who].what in ("overwrite", "manager", "follow", "incremental")
 
 
 def _entitled(record: Record, step: int, save_id: str) -> bool:
@@ -104,10 +104,11 @@ def _entitled(record: Record, step: int, save_id: str) -> bool:
     for who, action in enumerate(record.case.actions):
         told = record.told.get(who)  # None: it was killed
         if action.what in ("clean", "gc", "careless"):
-            named = told is None or save_id in told.get("removed", ()) or _took(record, who, step, save_id)
+            named = told is None or save_id in told.get("removed", ()) or step_name(step) in told.get("gone", ())
+            named = named or _took(record, who, step, save_id)
         elif action.what == "delete":
             named = action.step == step and (told is None or "deleted" in told)
-        elif action.what == "manager":
+        elif action.what in ("manager", "incremental"):
             named = True
         else:
             continue
@@ -226,7 +227,7 @@ def _rest(record: Record) -> list[str]:
     for step, state in check["after"].items():
         why = check["left"].get(step, "")
         damaged = why.startswith("damaged") or "its repair was cut short" in why  # of it nothing is deleted
-        if state["save_id"] is None and not damaged and not _pinned(state):
+        if state["save_id"] is None and not state["named"] and not damaged and not _pinned(state):
             found.append(f"left over: step {step} has no checkpoint, and {state['others'] or 'an empty directory'}")
         elif state["others"] and not damaged and not _pinned(state):
             found.append(f"left over: step {step} has {state['others']}")

@@ -267,8 +267,11 @@ class Stage:
         process.main.line.send(job)
 
     def check(self, number: int) -> dict[str, Any]:
-        """What is there in the run now; of processes on other hosts later, when none of them counts as alive."""
-        self.clock.late += LATER * self.far
+        """What is there in the run now; of processes on other hosts later, when none of them counts as alive.
+
+        A clock that was set back is right again.
+        """
+        self.clock.late = max(self.clock.late, 0.0) + LATER * self.far
         self.call(CHECKER, Action("check", seed=number), free=True)
         begin = time.monotonic()
         while self.processes[CHECKER].state == "busy":

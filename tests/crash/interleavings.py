@@ -3,7 +3,8 @@
     python -m tests.crash.interleavings PLACE NUMBERS [ACTION...]
 
 PLACE is a directory, best in memory, or "s3"; with "far:" before it each process is on a host of its own, where others
-cannot see whether it runs, and one is stopped for so long that it counts as ended. NUMBERS is a case, or FIRST-END.
+cannot see whether it runs, and one is stopped for so long that it counts as ended. With "sharing:" before that the
+checkpoints of the run share files, and clocks are set back in some cases. NUMBERS is a case, or FIRST-END.
 
 A few processes are forked at first, and do one action in each case. All of them are stopped but for one, which goes on
 for one operation or a few; `Order` says which. A case is the same whenever its number is run, with the same actions if
@@ -27,7 +28,7 @@ from typing import Any
 
 from tests.crash.interleaved_actions import Action
 from tests.crash.interleaved_actor import SLEEP, changes
-from tests.crash.interleaved_cases import BEGIN, STARTS, Case, Order, Turn, draw
+from tests.crash.interleaved_cases import BEGIN, STARTS, Case, Order, Turn, base_of, draw
 from tests.crash.interleaved_checks import Record, violations
 from tests.crash.interleaved_s3 import RemoteStage
 from tests.crash.interleaved_stage import LATER, Link, LocalStage, Process, Stage
@@ -55,7 +56,7 @@ class Theatre:
             seed = 10 + number
             self.stage.begin(files)
             before = dict(self.stage.names)
-            self._alone(Action(what, step, seed), where)
+            self._alone(Action(what, step, seed, base=base_of(step) if what == "follow" else 0), where)
             seeds |= {s: seed for n, s in self.stage.names.items() if s is not None and s != before[n]}
             files = self.stage.files()
             self.stage.end()
@@ -68,6 +69,7 @@ class Theatre:
         while True:
             stage.settle()
             if process.state != "busy":
+                assert "error" not in (told := stage.told.get(0, {})), told
                 return
             link = stage.stopped(process)[0]
             assert link.next is not None
@@ -96,6 +98,8 @@ class Theatre:
                     self._stop(actors)
                 break
             turn, count = order.choose(turns)
+            if case.clock is not None and len(stage.events) >= case.clock[0]:
+                stage.clock.late = case.clock[1]
             if stage.far and order.stopping:
                 stage.clock.late = LATER
             link, process = links[turn.place], actors[turn.actor]
@@ -164,6 +168,7 @@ def row_of(record: Record, found: list[str]) -> dict[str, Any]:
         "only_changes": case.only_changes,
         "frozen": case.frozen,
         "killed": case.killed,
+        "clock": case.clock,
         "violations": found,
         "before": record.before,
         "trace": lines,
@@ -172,6 +177,7 @@ def row_of(record: Record, found: list[str]) -> dict[str, Any]:
 
 
 def main(place: str, numbers: range, actions: Sequence[str]) -> None:
+    sharing, place = place.startswith("sharing:"), place.removeprefix("sharing:")
     far, place = place.startswith("far:"), place.removeprefix("far:")
     with tempfile.TemporaryDirectory(dir=None if place == "s3" else place) as directory:
         os.environ["TREECKPT_CACHE"] = f"{directory}/cache"
@@ -183,7 +189,7 @@ def main(place: str, numbers: range, actions: Sequence[str]) -> None:
         told: collections.Counter[str] = collections.Counter()
         operations, begin = 0, time.monotonic()
         for number in numbers:
-            case = draw(number, actions, far=far)
+            case = draw(number, actions, far=far, sharing=sharing)
             record = theatre.play(case)
             cases[case.kind] += 1
             operations += sum(what == "op" for _, what, _ in record.events)

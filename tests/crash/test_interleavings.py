@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 LOCAL, REMOTE = 500, 100
 """Cases of a slow test."""
+SHARING = ("", "sharing:")
+"""Before a place: whether the checkpoints of the run share files."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the scheduler reads /proc")
 
 
@@ -40,7 +42,7 @@ def text_of(failed: list[dict[str, Any]]) -> str:
     return "\n\n".join([f"cases {numbers}", *("\n".join(f"{k}: {v}" for k, v in row.items()) for row in rows)])
 
 
-@pytest.mark.parametrize(("place", "count"), [(MEMORY, 30), ("s3", 3)])
+@pytest.mark.parametrize(("place", "count"), [(MEMORY, 30), ("s3", 3), (f"sharing:{MEMORY}", 40), ("sharing:s3", 2)])
 def test_no_committed_save_is_lost_in_any_order_of_operations(place: str, count: int) -> None:
     failed = played(place, 0, count)
     assert not failed, text_of(failed)
@@ -53,28 +55,32 @@ def test_the_loss_is_seen_where_a_deletion_removes_an_index_that_it_did_not_look
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("shard", range(32))
-def test_many_orders_of_file_operations(shard: int) -> None:
-    failed = played(MEMORY, 100_000 + shard * LOCAL, LOCAL)
+def test_many_orders_of_file_operations(sharing: str, shard: int) -> None:
+    failed = played(sharing + MEMORY, 100_000 + shard * LOCAL, LOCAL)
     assert not failed, text_of(failed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("shard", range(16))
-def test_many_orders_of_requests(shard: int) -> None:
-    failed = played("s3", 200_000 + shard * REMOTE, REMOTE)
+def test_many_orders_of_requests(sharing: str, shard: int) -> None:
+    failed = played(f"{sharing}s3", 200_000 + shard * REMOTE, REMOTE)
     assert not failed, text_of(failed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("shard", range(4))
-def test_many_orders_of_processes_on_hosts_of_their_own(shard: int) -> None:
-    failed = played(f"far:{MEMORY}", 300_000 + shard * LOCAL, LOCAL)
+def test_many_orders_of_processes_on_hosts_of_their_own(sharing: str, shard: int) -> None:
+    failed = played(f"{sharing}far:{MEMORY}", 300_000 + shard * LOCAL, LOCAL)
     assert not failed, text_of(failed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("shard", range(4))
-def test_many_orders_of_requests_from_hosts_of_their_own(shard: int) -> None:
-    failed = played("far:s3", 400_000 + shard * REMOTE, REMOTE)
+def test_many_orders_of_requests_from_hosts_of_their_own(sharing: str, shard: int) -> None:
+    failed = played(f"{sharing}far:s3", 400_000 + shard * REMOTE, REMOTE)
     assert not failed, text_of(failed)

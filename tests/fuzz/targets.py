@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch  # noqa: F401  (not within the first example, which is measured)
+import torch  # not within the first example, which is measured
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +31,7 @@ from treeckpt._arrays.registry import decode
 from treeckpt._core.format.byte_map import extents_in_file, locate_chunks
 from treeckpt._core.format.files import Progress, decode_progress, encode_progress
 from treeckpt._core.format.index import INDEX_NAME, decode_index
+from treeckpt._core.format.references import decode_shared
 from treeckpt._core.format.shard_header import decode_header, header_nbytes, sealed
 from treeckpt._core.format.timings import Span, Timings, decode_timings, encode_timings
 from treeckpt._core.tree.structure import Structure, paths_of, tables_of
@@ -38,6 +39,7 @@ from treeckpt._core.tree.value_codec import Value
 from treeckpt._foreign.pickle_reader import read_pickle
 from treeckpt._foreign.pickle_values import PLAIN, build_tree
 from treeckpt._inspect.outline import Outline
+from treeckpt._io.storage.open import open_store
 
 __all__ = ["TARGETS"]
 
@@ -220,6 +222,56 @@ def headers(data: st.DataObject) -> None:
         decode_header(sealed(encoded) if b'"seal":"' in encoded[:256] else encoded, "shard")
 
 
+FROZEN = np.arange(70_000)
+HOMES = st.sampled_from(
+    ["..", ".", "", "/", "/etc", "a/b", "..\\x", "a\0b", ".x", "x" * 256, "home", "sharer", "other", "h\u00f6me"]
+)
+
+
+@lru_cache
+def run_of_two() -> str:
+    """The URL of a run in which `sharer` shares a file of `home`."""
+    run = "memory://fuzz/run"
+    tree = {"frozen": torch.nn.Parameter(torch.from_numpy(FROZEN), requires_grad=False), "step": 1}
+    tc.save(f"{run}/before", tree, overwrite=True)
+    tc.save(f"{run}/home", tree, base=f"{run}/before", overwrite=True)
+    tc.save(f"{run}/sharer", tree, base=f"{run}/home", overwrite=True)
+    assert set(tc.inspect(f"{run}/sharer").shared_names.values()) == {"home"}
+    return run
+
+
+@bounded
+@given(st.data())
+def references(data: st.DataObject) -> None:
+    """What an index, or a shard's header, says to lie elsewhere: nothing outside the run, all as it was saved."""
+    store = open_store(f"{run_of_two()}/sharer")
+    whole = store.read(INDEX_NAME, limit=1 << 20)
+    document = msgspec.json.decode(whole)
+    found = document["index"]["references"]
+    if data.draw(st.booleans(), "home"):
+        found["homes"][0][0] = data.draw(HOMES, "name")
+    else:
+        document["index"]["references"] = mutate(found, data)
+    with only_ours():
+        files = decode_index(reseal(document)).file_list
+        assert all(is_plain(file.directory) for file in files)
+    shared = mutate([[["home", "0123456789abcdef"], 1, 1, 0, 560_000, 4096]], data)
+    with only_ours():
+        assert all(is_plain(one.home.directory) for one in decode_shared(msgspec.json.encode(shared).decode(), "shard"))
+    store.publish(INDEX_NAME, reseal(document), replace=True)
+    try:
+        with only_ours():
+            assert np.array_equal(tc.load(store)["frozen"].numpy(), FROZEN)
+        with only_ours():
+            tc.verify(store)
+    finally:
+        store.publish(INDEX_NAME, whole, replace=True)
+
+
+def is_plain(name: str) -> bool:
+    return not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+
+
 @bounded
 @given(st.data())
 def structures(data: st.DataObject) -> None:
@@ -296,5 +348,6 @@ def raw_bytes(document: bytes) -> None:
 
 
 TARGETS: dict[str, Any] = {
-    f.__name__: f for f in (indexes, ranges, headers, structures, timings, progress, values, pickles, raw_bytes)
+    f.__name__: f
+    for f in (indexes, ranges, headers, references, structures, timings, progress, values, pickles, raw_bytes)
 }

@@ -8,6 +8,7 @@ import enum
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import treeckpt as tc
 
@@ -139,3 +140,9 @@ def blob_tree(rank: int) -> dict[str, Any]:
         "own": tc.PerRank(f"{rank}" * 4100),
         "table": tc.KeyedTable(np.array(IDS, np.int64)[mine], part, owned=tc.KeyedTable.modulo(rank, WORLD)),
     }
+
+
+def sharing_tree(step: int) -> dict[str, Any]:
+    """What is frozen, what is trained, and a step."""
+    frozen = torch.nn.Parameter(torch.arange(30.0).reshape(5, 6), requires_grad=False)
+    return {"adapter": torch.full((3,), float(step)), "base": frozen, "step": step}

@@ -3,18 +3,32 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 import treeckpt as tc
-from tests.golden.content import BUCKETS, IDS, WORLD, arrays, blob_tree, end_to_end, slots, table_tree, values
-from tests.golden.write import KEEP
+from tests.golden.content import (
+    BUCKETS,
+    IDS,
+    WORLD,
+    arrays,
+    blob_tree,
+    end_to_end,
+    sharing_tree,
+    slots,
+    table_tree,
+    values,
+)
+from tests.golden.write import KEEP, SHARING, write_sharing
 from tests.helpers.strategies import same
 from tests.helpers.world import errors_of, on_ranks, shards_of
 from treeckpt._core.format import index as index_module
 from treeckpt._core.format.index import VERSION, decode_index, encode_index, rebuild
 from treeckpt._core.format.lineage import Lineage
 from treeckpt._core.format.records import AliasRecord, PerRankValues, ValueRecord
+from treeckpt._core.format.references import decode_shared
 from treeckpt._core.format.shard_header import decode_header, header_nbytes
 from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._runs.discovery import scan
@@ -26,6 +40,7 @@ RANGES = GOLDEN / "version_1_ranges"
 TABLES = GOLDEN / "version_1_tables"
 BLOBS = GOLDEN / "version_1_blobs"
 RUN = GOLDEN / "version_1_run"
+SHARED_RUN = GOLDEN / SHARING
 
 
 def test_every_version_of_the_format_has_a_golden_checkpoint():
@@ -176,6 +191,43 @@ def test_golden_texts_and_bytes_load_and_so_do_ids_dealt_by_their_remainder():
         assert sorted(table.ids.tolist()) == sorted(like["table"].ids.tolist())
     assert found["own"].value == "0" * 4100 and tc.inspect(BLOBS).by_path["short"][0].stored is None
     assert not tc.verify(BLOBS).problems
+
+
+def test_the_golden_run_of_shared_files_loads_and_its_indexes_are_written_the_same() -> None:
+    for step, shared in ((10, []), (20, ["step_00000010"]), (30, [])):
+        path = SHARED_RUN / f"step_{step:08d}"
+        data = (path / "index.json").read_bytes()
+        index = decode_index(data)
+        assert encode_index(index) == data and b'"version":2,' in data
+        assert list(index.shared_names.values()) == shared
+        assert not tc.verify(path).problems
+        found, expected = tc.load(path), sharing_tree(step)
+        assert found["step"] == step and not found["base"].requires_grad
+        assert all(torch.equal(found[key], expected[key]) for key in ("adapter", "base"))
+
+
+def test_shared_and_flattened_files_are_written_with_the_same_bytes(tmp_path: Path) -> None:
+    """All but the ids of saves, times, and the checksums that cover them."""
+    write_sharing(tmp_path)
+    runs = SHARED_RUN, tmp_path
+    ids = [{tc.inspect(path.parent).save_id: path.parent.name for path in run.glob("*/index.json")} for run in runs]
+    for step in ("step_00000010", "step_00000020", "step_00000030"):
+        old, new = (tc.inspect(run / step) for run in runs)
+        assert old.files == new.files and old.entries == new.entries
+        for one, other in zip(shards_of(SHARED_RUN / step), shards_of(tmp_path / step), strict=True):
+            data = [path.read_bytes() for path in (one, other)]
+            sizes = [header_nbytes(part[:8], "shard") for part in data]
+            assert sizes[0] == sizes[1] and data[0][sizes[0] :] == data[1][sizes[1] :]
+            headers = [decode_header(part[:size], "shard") for part, size in zip(data, sizes, strict=True)]
+            assert headers[0].entries == headers[1].entries and headers[0].hashes == headers[1].hashes
+            places = [_places(header.shared, known) for header, known in zip(headers, ids, strict=True)]
+            assert places[0] == places[1]
+
+
+def _places(shared: str, steps: dict[str, str]) -> list[tuple[str, ...]]:
+    """What the header of a shard says of shared files, with the steps in the places of their saves."""
+    files = decode_shared(shared, "shard")
+    return [(one.home.directory, steps[one.home.save_id], *msgspec.structs.astuple(one)[1:]) for one in files]
 
 
 def test_the_golden_checkpoint_is_not_written_anew():

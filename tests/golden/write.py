@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import treeckpt as tc
-from tests.golden.content import RANGES, WORLD, blob_tree, ranges_tree, table_tree, tree
+from tests.golden.content import RANGES, WORLD, blob_tree, ranges_tree, sharing_tree, table_tree, tree
 from treeckpt._core.format import index
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._loading.flatten import flatten_store
 from treeckpt.policy import parse_keep
 
 TREES: dict[str, tuple[Callable[[int], Any], int]] = {
@@ -26,6 +27,8 @@ TREES: dict[str, tuple[Callable[[int], Any], int]] = {
 RUN = "version_1_run"
 """A run that was restored from its first step after it had saved the second one."""
 KEEP = "last:2 every:10 best:loss:min:1"
+SHARING = "version_2_run"
+"""A run whose second step shares a file of the first one; the third one did, and was flattened."""
 
 
 def main() -> None:
@@ -35,6 +38,9 @@ def main() -> None:
         CheckpointExists: all of them are.
     """
     place = Path(__file__).parent
+    if not (place / SHARING).exists():
+        write_sharing(place / SHARING)
+        return
     if not (place / RUN).exists():
         _write_run(place / RUN)
         return
@@ -63,6 +69,14 @@ def _write_run(run: Path) -> None:
         manager.restore(step=10)
         manager.save(15, {"step": 15}, metrics={"loss": 0.01})
         manager.save("tuned", {"step": 16})
+
+
+def write_sharing(run: Path) -> None:
+    """Writes the run that `SHARING` is."""
+    with tc.Manager(run, keep=None, incremental=True, background=False) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, sharing_tree(step))
+    flatten_store(tc.LocalStore(run / "step_00000030"))
 
 
 if __name__ == "__main__":

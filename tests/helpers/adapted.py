@@ -9,7 +9,7 @@ import torch
 
 import treeckpt as tc
 
-__all__ = ["FROZEN", "NBYTES", "Adapted", "assert_same", "data_nbytes"]
+__all__ = ["FROZEN", "NBYTES", "Adapted", "assert_same", "data_nbytes", "write_adapted"]
 
 FROZEN = 3
 NBYTES = 300_000 * 4
@@ -46,3 +46,12 @@ def assert_same(path: Any, tree: dict[str, Any]) -> None:
 
 def data_nbytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("shard-*"))
+
+
+def write_adapted(run: Path, steps: int = 4) -> Path:
+    """A run of incremental saves: what is frozen lies with step 1."""
+    state = Adapted()
+    with tc.Manager(run, keep=None, incremental=True, background=False) as manager:
+        for step in range(1, steps + 1):
+            manager.save(step, state.train())
+    return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -21,7 +20,7 @@ def name(module: str, called: str) -> bytes:
 
 
 def number(value: int) -> bytes:
-    data = pickle.encode_long(value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8b" + struct.pack("<i", len(data)) + data
 
 

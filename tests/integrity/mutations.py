@@ -114,6 +114,13 @@ def _ours(path: Path) -> None:
     assert all(o.error is None for o in outcomes), outcomes
 
 
+def _shared(path: Path) -> None:
+    tree = {"w": torch.nn.Parameter(torch.ones(4, 3), requires_grad=False), "n": torch.zeros(5)}
+    for step, base in ((1, None), (2, 1), (3, 2)):
+        tc.save(path / f"{step}", tree, **({} if base is None else {"base": path / f"{base}"}))
+    assert tc.inspect(path / "3").shared_names
+
+
 def _plain() -> Any:
     base = torch.arange(24.0)
     return {
@@ -159,6 +166,21 @@ def _header(path: Path, draw: random.Random) -> None:
         reseal_shard(draw.choice(shards_of(path)), lambda header: _mutate(header, draw))
 
 
+def _references(path: Path, draw: random.Random) -> None:
+    if draw.randrange(3):
+        reseal(path / "3", lambda document: _mutate(document["index"]["references"], draw))
+        return
+    [shard] = shards_of(path / "3")
+    with contextlib.suppress(AssertionError):  # too long
+        reseal_shard(shard, lambda header: _mutate_shared(header["__metadata__"], draw))
+
+
+def _mutate_shared(metadata: dict[str, Any], draw: random.Random) -> None:
+    shared = msgspec.json.decode(metadata["shared"])
+    _mutate(shared, draw)
+    metadata["shared"] = msgspec.json.encode(shared).decode()
+
+
 def _bytes(path: Path, draw: random.Random) -> None:
     file = draw.choice(sorted(p for p in path.rglob("*") if p.is_file()))
     file.write_bytes(_damage(file.read_bytes(), draw))
@@ -193,6 +215,18 @@ def _rebuild(path: Path) -> list[Callable[[], object]]:
     ]
 
 
+def _read_shared(path: Path) -> list[Callable[[], object]]:
+    sharer = path / "3"
+    return [
+        *_read(sharer),
+        lambda: tc.save(path / "4", {"n": np.zeros(5)}, base=sharer),
+        lambda: tc.verify(sharer, repair=True),
+        lambda: _cli("gc", str(path), "--keep-last", "1"),
+        lambda: _cli("flatten", str(sharer)),
+        lambda: tc.rebuild_index(sharer, replace=True),
+    ]
+
+
 def _foreign(path: Path) -> list[Callable[[], object]]:
     [source] = [p for p in path.iterdir() if not p.name.startswith("out")]
     return [
@@ -211,6 +245,7 @@ FORMATS: dict[str, tuple[Made, Changed, Callable[[Path], list[Callable[[], objec
     "index": (_ours, _index, _read),
     "header": (_ours, _header, _rebuild),
     "bytes": (_ours, _bytes, _rebuild),
+    "references": (_shared, _references, _read_shared),
     "torch": (_pt, _bytes, _foreign),
     "safetensors": (_safetensors, _bytes, _foreign),
     "dcp": (_dcp, _bytes, _foreign),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nby
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import deleted_name, parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.shard_header import shard_name
 from treeckpt._io.storage.kept_files import hold_lease
+from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._runs.run import RunDirectory
-from treeckpt.policy import Last
+from treeckpt.policy import All, Last
 
 SHARED = FROZEN * NBYTES
 
@@ -41,21 +44,6 @@ def test_a_run_holds_what_is_frozen_once(tmp_path: Path, background: bool) -> No
     assert nbytes_of(tmp_path) < SHARED + 2 * FROZEN * 4000 + 4 * 4096
     assert set(tmp_path.rglob("shard-*")) == named_files(tmp_path)
     assert not (tmp_path / "step_00000001" / INDEX_NAME).exists()
-
-
-def test_many_steps_leave_no_file_that_nothing_names(tmp_path: Path) -> None:
-    state = Adapted()
-    with tc.Manager(tmp_path, keep=[Last(2), tc.policy.EverySteps(20)], incremental=True, background=False) as manager:
-        for step in range(1, 61):
-            if step % 13 == 0:  # an average that is updated now and then
-                with torch.no_grad():
-                    state.frozen[step % FROZEN][100_000:200_000] += 1
-            tree = state.train()
-            manager.save(step, tree)
-    assert set(tmp_path.rglob("shard-*")) == named_files(tmp_path)
-    for step in manager.steps():
-        assert tc.verify(tmp_path / f"step_{step:08d}"), step
-    assert_same(tmp_path / "step_00000060", tree)
 
 
 def test_a_restart_shares_with_the_checkpoint_that_it_restored(tmp_path: Path) -> None:
@@ -152,6 +140,53 @@ def test_what_a_reader_of_a_deleted_checkpoint_shares_stays(tmp_path: Path) -> N
     assert not list(tmp_path.rglob("shard-*"))
 
 
+def test_a_checkpoint_that_has_lost_its_index_keeps_what_it_shares(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    (tmp_path / "step_00000003" / INDEX_NAME).unlink()
+    manager = tc.Manager(tmp_path, keep=None)
+    manager.delete(2)
+    left = RunDirectory(tmp_path).clean([Last(1)], dry_run=True)
+    manager.delete(1)
+    assert tc.verify(tmp_path / "step_00000003", repair=True), left
+    manager.delete(3)
+    manager.clean()
+    assert not list(tmp_path.rglob("shard-*"))
+
+
+def test_a_deleted_step_whose_files_others_share_is_not_made_again(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    tc.Manager(tmp_path, keep=None).delete(1)
+    for again in (tc.rebuild_index, partial(tc.verify, repair=True)):
+        with pytest.raises(tc.CheckpointNotFound, match="deleted; of its files those stay that other checkpoints"):
+            again(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_copies_stay_while_a_checkpoint_is_flattened_and_go_where_that_was_killed(tmp_path: Path, alone: bool) -> None:
+    run_of(tmp_path)
+    path = tmp_path / "step_00000003"
+    index = tc.inspect(path)
+    [shared] = index.shared_of(0)
+    [name] = index.shared_names
+    copy = path / shard_name(index.save_id, 0, 1, shared.part)
+    begun = path / f".{copy.name}.{'0' * 16}.tmp"
+
+    def clean() -> None:
+        if alone:
+            clean_checkpoint(path, grace=0)
+        else:
+            RunDirectory(tmp_path).clean([All()], grace=0)
+
+    with hold_lease(tc.LocalStore(path)):
+        for file in (copy, begun):
+            file.write_bytes((tmp_path / "step_00000001" / name).read_bytes())
+        clean()
+        assert copy.exists() and begun.exists()
+    clean()
+    assert not copy.exists() and not begun.exists()
+    assert tc.verify(path)
+
+
 def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,3 +207,24 @@ def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys:
     shown = capsys.readouterr().out
     assert "step_00000001: deleted; the shards that other checkpoints share stay as long as these" in shown
     assert "repair" not in shown
+
+
+def test_a_clean_up_says_that_nobody_shares_the_files_of_a_deleted_step_any_more(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    manager = tc.Manager(tmp_path, keep=None)
+    for step in (1, 2):
+        manager.delete(step)
+    manager.delete(3)
+    [removal] = manager.clean(dry_run=True).removed
+    assert (removal.name, removal.what) == ("step_00000001", "leftovers")
+    assert removal.reason == "no checkpoint shares the files of a deleted one now"
+    assert removal.nbytes >= SHARED
+
+
+def test_the_bytes_that_a_clean_up_frees_are_those_of_all_files(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": step}, files={"config.json": b"x" * 5000, "empty": b""})
+    before = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    report = RunDirectory(tmp_path).clean([Last(1)])
+    after = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert report.nbytes == before - after > 10_000

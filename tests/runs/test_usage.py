@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import treeckpt as tc
@@ -180,3 +181,13 @@ def test_policies_that_are_too_long_to_record_or_cannot_be_read_are_not_known(tm
     assert info.lineage is not None and info.lineage.keep == "" and recorded_policies([info]) == ()
     assert recorded_policies(run_of(1, keep="lats:3")) == () == recorded_policies([])
     assert not Lineage(1, keep="x" * (MAX_KEEP + 1)).is_sound()
+
+
+def test_files_of_a_checkpoint_that_goes_count_as_long_as_another_shares_them() -> None:
+    origin, *others = reversed(run_of(4))
+    origin = msgspec.structs.replace(origin, disk_nbytes=100 * SIZE)
+    others = [msgspec.structs.replace(info, shared_with={origin.name: 99 * SIZE}) for info in others]
+    pattern = SavePattern(3600.0, 100, SIZE)
+    week = {keep: project([*reversed(others), origin], pattern, NOW, [keep]).after(WEEK) for keep in (Last(2), All())}
+    assert week[Last(2)] == 99 * SIZE + 2 * SIZE, "new saves share them too"
+    assert week[All()] == 100 * SIZE + (3 + WEEK / 3600) * SIZE

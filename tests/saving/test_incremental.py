@@ -22,6 +22,7 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._saving.incremental import KnownFiles
 
 Save = Callable[..., Any]
@@ -145,6 +146,22 @@ def test_ranks_share_their_own_files_and_another_world_writes_all(tmp_path: Path
     assert shared == [0, 0, FROZEN * NBYTES, FROZEN * NBYTES]
     assert save(4, 3) == 0
     assert save(5, 3) == FROZEN * NBYTES
+
+
+def test_a_save_over_the_home_of_what_is_frozen_writes_it_again(tmp_path: Path) -> None:
+    state, home, later = Adapted(), tmp_path / "1", tmp_path / "2"
+    for path, base in ((tmp_path / "0", None), (home, tmp_path / "0"), (later, home)):
+        tc.save(path, state.train(), **({} if base is None else {"base": base}))
+    assert set(tc.inspect(later).shared_names.values()) == {"1"}
+    tree = state.train()
+    report = tc.save(home, tree, base=later, overwrite=True)
+    assert report.shared_nbytes == 0 and tc.inspect(home).shared_names == {}
+    tc.save(later, {"step": 0}, overwrite=True)  # the last one that has shared the files there
+    tc.delete(later)
+    for path in (tmp_path / "0", home):
+        clean_checkpoint(path, grace=0)
+    assert_same(home, tree)
+    assert set(home.glob("shard-*")) == {home / file.name for file in tc.inspect(home).file_list}
 
 
 def test_an_object_store_shares_files_too() -> None:

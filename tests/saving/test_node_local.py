@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
 import treeckpt as tc
 from tests.crash.two_hosts import WORLD, HostRun, HostStore, disk, host_of, train
@@ -192,3 +193,22 @@ def test_a_disk_without_the_tree_is_told_where_its_index_is(tmp_path: Path) -> N
 
 def save_on_both(directory: Path, comm) -> None:
     tc.save(HostStore(checkpoint(directory, host_of(comm.rank))), small_tree(comm.rank, WORLD), comm=comm)
+
+
+def test_incremental_saves_to_private_disks_write_all_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    frozen = torch.nn.Parameter(torch.ones(100_000), requires_grad=False)
+
+    def save(comm) -> list[tuple[int, int]]:
+        run = HostRun(disk(tmp_path, host_of(comm.rank)) / "run")
+        with tc.Manager(run, keep=None, background=False, incremental=True, comm=comm) as manager:
+            reports = [manager.save(step, {"frozen": frozen, "step": step}) for step in (1, 2, 3)]
+        return [(report.nbytes, report.shared_nbytes) for report in reports]
+
+    outcomes = on_ranks(WORLD, save)
+    assert errors_of(outcomes) == [None] * WORLD
+    written = [sum(one[step][0] for one in (o.value for o in outcomes)) for step in range(3)]
+    assert written == [400_000] * 3 and not any(shared for o in outcomes for _, shared in o.value)
+    [said] = [record.getMessage() for record in caplog.records if "different directories" in record.getMessage()]
+    assert said.endswith("Incremental saves share no files there: each writes all")

@@ -76,12 +76,13 @@ columns, the newest checkpoint first; where the terminal is too narrow some are 
   age       time since then
   took      duration of the save, from the first rank's start to the last one's end
 only where a checkpoint has it:
+  shared    bytes of the size that were not written, as other checkpoints of the run have them
   after     the step from which the training went on; "not here": that one is deleted
   verified  what treeckpt verify or the dashboard found: damage anywhere, all intact on this machine; and how long
             ago; "-": not verified
   pinned    whether treeckpt pin keeps it
   metrics   that it was saved with, the first {METRICS} by name"""
-LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "after")
+LEFT_OUT_FIRST = ("leaves", "ranks", "took", "saved", "pinned", "shared", "after")
 """Columns that a narrow terminal does not show, in this order."""
 
 
@@ -155,7 +156,7 @@ def _ls(options: argparse.Namespace) -> int:
     columns = _fitting(_columns(listed, runs))
     rows = list(zip(*columns.values(), strict=True))
     if rows:
-        print_table(list(columns), rows, right=("step", "size", "leaves", "ranks", "took", "after"))
+        print_table(list(columns), rows, right=("step", "size", "shared", "leaves", "ranks", "took", "after"))
     for place, (what, hint) in others.items():
         print_line(f"{place}: {what}. {hint}")
     for info in listed:
@@ -309,6 +310,7 @@ def _others_among(run: str, found: Sequence[CheckpointInfo]) -> dict[str, tuple[
 def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[str, list[str]]:
     """Returns the cells of each column; what only some checkpoints have has a column only where one does."""
     size, took = bytes_column([info.nbytes for info in found]), seconds_column([info.seconds for info in found])
+    shared = bytes_column([info.shared_nbytes for info in found if info.shared_nbytes])
     now, ids = time.time_ns(), {info.save_id: id_of(info) for info in found if info.save_id is not None}
     columns = {
         "name": [info.name for info in found],
@@ -322,6 +324,7 @@ def _columns(found: Sequence[CheckpointInfo], runs: Mapping[str, int]) -> dict[s
         "took": [took(info.seconds) if info.seconds is not None else "-" for info in found],
     }
     more = {
+        "shared": [shared(info.shared_nbytes) if info.shared_nbytes else "-" for info in found],
         "after": [_after_text(info, ids) for info in found],
         "verified": [_verified_text(info, now) for info in found],
         "pinned": ["yes" if info.pinned else "-" for info in found],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from .._inspect.outline import Outline, OutlineRow
 from .._io.storage.checkpoint import NewestIndex
 from .._io.storage.local_files import read_head
 from .._io.storage.open import open_store
+from .._io.storage.shared_files import needed_files
 from .._io.storage.store import Store
 from .._loading.peek import Peek, peek, peek_blob
 from .._loading.run_load import opened
@@ -128,6 +129,7 @@ def _show(options: argparse.Namespace) -> int:
         info = catalog.with_verification(info, folder, VerificationStore(cache_directory()))
         if info.files == "partial" and not options.json:
             print_saves_under_way(info)
+        needed = _needed_by(folder)
         index = read.found.index if read.found is not None else _api.inspect(options.checkpoint)
     if options.rules:
         return _show_rules(index, options)
@@ -152,6 +154,7 @@ def _show(options: argparse.Namespace) -> int:
             {
                 **state,
                 **index_summary(index),
+                **needed,
                 "pinned": info.pinned,
                 "saving": info.saving,
                 "rows": shown,
@@ -160,10 +163,7 @@ def _show(options: argparse.Namespace) -> int:
         )
         return 0
     if not options.leaf:
-        facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
-        print_facts([(name, str(fact)) for name, fact in facts])
-        print_saves_under_way(info)
-        print_line("")
+        _print_summary(info, index, needed)
     depth = options.leaf.count("/") + bool(options.leaf)
     texts = [_row_texts(index, r, r.node.count(".") + 1 - depth) for r in rows]
     print_table(("path", "is", "leaves", "size"), texts, right=("leaves", "size"))
@@ -236,6 +236,22 @@ def _show_structure(index: Index, options: argparse.Namespace) -> int:
     return 0
 
 
+def _print_summary(info: catalog.CheckpointInfo, index: Index, needed: Mapping[str, Any]) -> None:
+    facts = [("status", info.status_and_problem), *_summary_texts(index)] + [("pinned", "yes")] * info.pinned
+    if needed:
+        nbytes, others = bytes_text(needed["needed_nbytes"]), ", ".join(needed["needed_by"])
+        facts.append(("freed", f"{nbytes} of its files only with {others}, which share them"))
+    print_facts([(name, str(fact)) for name, fact in facts])
+    print_saves_under_way(info)
+    print_line("")
+
+
+def _needed_by(folder: Store) -> dict[str, Any]:
+    """Returns the bytes of files that other checkpoints of the run share, and which these are; empty for none."""
+    needed = needed_files(folder, sizes := folder.sizes())
+    return {"needed_nbytes": sum(sizes[name] for name in needed.names), "needed_by": needed.by} if needed.by else {}
+
+
 def index_summary(index: Index) -> dict[str, Any]:
     """Returns the facts about a checkpoint that `--json` prints."""
     return {
@@ -248,14 +264,9 @@ def index_summary(index: Index) -> dict[str, Any]:
         "files": len(index.file_list),
         "sidecars": index.sidecars,
         "metadata": index.metadata,
-        **({"shared_nbytes": index.shared_nbytes, "shared_with": _shared_with(index)} if index.shared_names else {}),
+        **({"shared_nbytes": index.shared_nbytes, "shared_with": index.shared_with} if index.shared_names else {}),
         **({"disks": [{"host": disk.host, "ranks": disk.ranks} for disk in index.disks]} if index.disks else {}),
     }
-
-
-def _shared_with(index: Index) -> list[str]:
-    """Returns the directories of the other checkpoints in which shards lie."""
-    return sorted(set(index.shared_names.values()))
 
 
 def _summary_texts(index: Index) -> list[tuple[str, object]]:
@@ -267,7 +278,7 @@ def _summary_texts(index: Index) -> list[tuple[str, object]]:
         ("leaves", len(index.leaves)),
         ("size", f"{bytes_text(index.nbytes)} in {count_text(len(index.file_list), index.file_kind)}"),
         *(
-            [("shared", f"{bytes_text(index.shared_nbytes)} with {', '.join(_shared_with(index))}")]
+            [("shared", f"{bytes_text(index.shared_nbytes)} with {', '.join(index.shared_with)}")]
             if index.shared_names
             else []
         ),

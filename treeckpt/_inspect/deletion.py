@@ -36,6 +36,7 @@ from .._core.format.files import (
     is_undecided,
     parse_file_name,
     parse_progress_name,
+    parse_stored_name,
 )
 from .._core.format.index import INDEX_NAME
 from .._core.format.shard_header import saves_of_all_ranks
@@ -71,6 +72,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
     """The names of the directories of these checkpoints, sorted."""
     unread: tuple[str, ...] = ()
     """Those whose index could not be read: they may need any of the files."""
+    held: bool = False
+    """Whether there is a lease on the directory: a save that is not committed yet may need any of them."""
 
     @property
     def text(self) -> str:
@@ -80,6 +83,8 @@ class NeededFiles(msgspec.Struct, frozen=True):
         why = [f"{others} {'share' if len(shown) > 1 else 'shares'} them"] if shown else []
         if self.unread:
             why.append(f"{', '.join(self.unread[:3])}, whose index cannot be read, may need them")
+        if self.held:
+            why.append("it is being read, or a save is about to share them")
         return "; ".join(why)
 
 
@@ -102,6 +107,8 @@ class StepDirectory(StepInfo, frozen=True, kw_only=True):
     """Parts of the checkpoint on disks of other hosts, which the caller has not asked; empty without any."""
     needed: NeededFiles = NeededFiles()
     """Its files that other checkpoints of the run share."""
+    unnamed: frozenset[str] = frozenset()
+    """Shards of its save that its index does not name: copies of shared ones, whose index was not published."""
 
 
 class JoinedRun(msgspec.Struct, frozen=True):
@@ -137,7 +144,7 @@ class Removal(msgspec.Struct, frozen=True):
     files has ended comes behind these, see `proof_order`. Copies of the sidecar files among them go too. Files that
     other checkpoints share are among them, and stay until these have gone."""
     nbytes: int
-    """Bytes of the files that go."""
+    """Bytes of the files that go, and of copies of sidecar files among them."""
     save_id: str | None = None
     """For a checkpoint: the save id that its index must still have when it is deleted."""
     directory: bool = False
@@ -398,6 +405,8 @@ class _DirectoryState:
                 gone = file.alive is False
             elif owned.kind == "temporary" and file.alive is False:
                 gone = True
+            elif committed and (owned.kind == "temporary" or file.name in self.folder.unnamed):
+                gone = not self.readers and owned.save_id not in self.fresh  # they may be making copies
             elif (
                 owned.kind in ("pin", "index")
                 or (
@@ -484,14 +493,16 @@ class _DirectoryState:
         ends = sorted({self.dead[owned.save_id] for owned in going if owned.save_id in self.dead})
         reason = f"left over, and not touched for {age:.0f} s"
         if any(owned.save_id in self.deleted for owned in going):
-            reason = "a deletion was cut short"
+            shared = {owned.kind for owned in going} <= {"shard", "shared", "deleted", "lease"} and bool(self.shared)
+            reason = "a deletion was cut short" if not shared else "no checkpoint shares the files of a deleted one now"
         elif ends:
             reason = f"left over by a save that {' or '.join(ends)}"
         names = tuple(file.name for file in files)
         if self.folder.status == "partial" and saves_of_all_ranks(names).keys() - self.deleted - self.dead.keys():
             path = visible(self.folder.path or self.folder.name)
             reason += f", without an index, which treeckpt verify {path} --repair makes again if the shards are whole"
-        return Removal(self.folder.name, "leftovers", reason, names, sum(f.nbytes for f in files), directory=directory)
+        nbytes = sum(file.nbytes for file in files) + self._copied(names)
+        return Removal(self.folder.name, "leftovers", reason, names, nbytes, directory=directory)
 
     def unwanted(self, *, force: bool = False) -> Removal | RetainedDirectory:
         """Decides about a checkpoint that no policy keeps; with `force` also about one that is not complete."""
@@ -514,7 +525,7 @@ class _DirectoryState:
         held = {f.name for f, o in self.ours if o.kind in _LOCKS and f.alive is not False}
         rest = sorted(f.name for f, o in self.ours if o.kind not in ("index", "pin") and f.name not in {mark, *held})
         shared = tuple(name for name in rest if name in folder.needed.names)
-        nbytes = sum(file.nbytes for file, _ in self.ours if file.name not in shared)
+        nbytes = sum(f.nbytes for f, _ in self.ours if f.name not in shared) + self._copied(rest)
         if folder.status == "partial":
             names = tuple(sorted(rest, key=proof_order))
             return Removal(folder.name, "leftovers", "it has no index", names, nbytes, directory=True, force=True)
@@ -526,6 +537,13 @@ class _DirectoryState:
         names = (INDEX_NAME, *rest, mark)
         more = {"directory": True, "force": force, "shared": shared}
         return Removal(folder.name, "checkpoint", reason, names, nbytes, save_id, **more)
+
+    def _copied(self, names: Collection[str]) -> int:
+        """Returns the bytes of copies of sidecar files that go with these files, none of one that stays."""
+        stored = {file.name: of[1] for file, _ in self.ours if (of := parse_stored_name(file.name)) is not None}
+        stays = {plain for name, plain in stored.items() if name not in names}
+        gone = {plain for name, plain in stored.items() if name in names} - stays
+        return sum(file.nbytes for file in self.folder.files if file.copy and file.name in gone)
 
     def _nbytes(self, names: Collection[str]) -> int:
         return sum(file.nbytes for file in self.folder.files if file.name in names)

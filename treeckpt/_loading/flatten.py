@@ -2,18 +2,21 @@
 
 Each shared shard is copied into the checkpoint's directory, compared with its checksums on the way, with a header that
 says what it is there. Then the index is replaced, in one step: before it the checkpoint is as it was, and behind it
-names no other directory. What a process that was killed has left is written over by the next one.
+names no other directory. What a process that was killed has left is written over by the next one, or goes with a
+clean-up.
 """
 
 from __future__ import annotations
 
 import secrets
+from functools import partial
 
 import msgspec
 
 from .._core.format.index import INDEX_NAME, MAX_INDEX, encode_index
 from .._core.format.records import File, Index, file_table
 from .._core.format.shard_header import encode_header, shard_name, with_hashes
+from .._io.os_errors import write_errors_wrapped
 from .._io.process import this_process
 from .._io.storage.checkpoint import Checkpoint, header_here, replaced_meanwhile
 from .._io.storage.deletions import hold_for_repair, index_state
@@ -32,9 +35,9 @@ def flatten_store(store: Store) -> list[str]:
 
     Raises:
         CorruptError: a shared shard is missing or damaged; nothing has changed then.
-        CheckpointError: another process deletes, repairs or replaces the checkpoint.
+        CheckpointError: another process deletes, repairs or replaces the checkpoint, or files cannot be written.
     """
-    with hold_lease(store):
+    with hold_lease(store), write_errors_wrapped(store.url):
         checkpoint, before = Checkpoint(store), index_state(store)
         index, made, headers = checkpoint.index, list[str](), dict[tuple[int, int], int]()
         if not isinstance(before, bytes) or encode_index(index) != before:
@@ -54,27 +57,43 @@ def flatten_store(store: Store) -> list[str]:
 
 
 def _publish(store: Store, before: bytes, index: Index) -> None:
-    """Replaces the index that was read, in one step; raises CheckpointError where there is another one."""
+    """Replaces the index that was read, in one step.
 
-    def check() -> None:
-        if index_state(store) != before:
+    Raises:
+        CheckpointError: there is another one, or copies are missing, which a clean-up took where this process was
+            stopped for minutes.
+    """
+
+    def check(expected: bytes) -> None:
+        if index_state(store) != expected:
             raise replaced_meanwhile(store)
+        sizes = store.sizes()
+        if missing := [file.name for file in index.own_files if sizes.get(file.name) != file.header + file.nbytes]:
+            raise CheckpointError(
+                f"{store.url}/{missing[0]}", expected="a copy, made a moment ago", found="none", hint="Flatten it again"
+            )
 
     with hold_for_repair(store):
-        check()
+        check(before)
         data = encode_index(index)
         if store.traits.conditional:
             store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
         else:
-            store.publish(INDEX_NAME, data, replace=True, check=check)
+            store.publish(INDEX_NAME, data, replace=True, check=partial(check, before))
+        try:
+            check(data)
+        except CheckpointError:
+            if index_state(store) == data:
+                store.publish(INDEX_NAME, before, replace=True)
+            raise
 
 
 def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> int:
     """Copies a shared shard to a file of its own, durably; returns the bytes of its header."""
-    store, place = checkpoint.store, checkpoint.place
+    store, place, shard = checkpoint.store, checkpoint.place, checkpoint.shard(file)
     _, header = read_header(store, file.name, file_size=checkpoint.sizes.get(file.name))
     header = header_here(index, file, header)
-    head, shard = encode_header(header), checkpoint.shard(file)
+    head = encode_header(header)
     step = max(COPIED_NBYTES // header.block, 1) * header.block
     temporary = f".{name}.{this_process().tag}{secrets.token_hex(4)}.tmp" if place.traits.renames else name
     writer = place.create(temporary, len(head) + file.nbytes)

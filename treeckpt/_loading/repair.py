@@ -22,7 +22,7 @@ import numpy as np
 
 from .._core.format.byte_map import BadBytes, extents_in_file, rank_path
 from .._core.format.check_index import check_against_files
-from .._core.format.files import damaged_name, parse_file_name
+from .._core.format.files import damaged_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
 from .._core.format.references import encode_shared
@@ -65,17 +65,17 @@ def repair_store(store: Store) -> VerifyReport:
     for file in index.file_list:
         if not file.directory:  # of those in other directories the index there knows more
             _repair_shard(store, index, file, repairs)
-    report = verify_checkpoint(Checkpoint(store))
+    report = verify_checkpoint(checkpoint := Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
         if (before := index_state(store)) is None or legible_save_id(before) != index.save_id:
             raise replaced_meanwhile(store)
         _replace_index(store, index.save_id, before, repairs)
-        report = verify_checkpoint(Checkpoint(store))
+        report = verify_checkpoint(checkpoint := Checkpoint(store))
     if any(problem.file == timings_name(index.save_id) for problem in report.problems):
         _drop_timings(store, index.save_id, repairs)
-        report = verify_checkpoint(Checkpoint(store))
-    # the report would be of another save than the repairs
-    if read_index(store).save_id != index.save_id:
+        report = verify_checkpoint(checkpoint := Checkpoint(store))
+    # the report would be of another save than the repairs, or of files that a flattened checkpoint needs no more
+    if checkpoint.index.save_id != index.save_id or read_index(store) != checkpoint.index:
         raise replaced_meanwhile(store)
     return msgspec.structs.replace(report, repairs=tuple(repairs))
 
@@ -87,9 +87,6 @@ def _repair_index(store: Store, repairs: list[Repair]) -> Index:
     try:
         return read_index(store)
     except CheckpointNotFound:
-        # a deletion that was begun: the index is gone on purpose
-        if any((kind := parse_file_name(name)) is not None and kind.kind == "deleted" for name in store.sizes()):
-            raise
         index = rebuild_from_shards(store)
         replace_index(store, None, index)
         repairs.append(Repair(INDEX_NAME, "was missing; made again from the headers of the shards"))

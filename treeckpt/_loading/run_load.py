@@ -26,6 +26,7 @@ from .._io.comm.comm import Comm
 from .._io.os_errors import shows_damage, wrap_read_error
 from .._io.public_calls import gc_paused, takes_no_save
 from .._io.storage.checkpoint import Checkpoint, KnownIndex, OnShardsRead, Replaced, read_sidecar, taken_index
+from .._io.storage.kept_files import hold_lease
 from .._io.storage.local_store import for_reading
 from .._io.storage.open import following, open_store
 from .._io.storage.store import Store
@@ -435,7 +436,9 @@ def verify(path: CheckpointPath, *, repair: bool = False, follow_links: bool = F
     if not repair:
         return on_one_version(path, verify_checkpoint, is_suspect=lambda report: report.problems, joined=False)
     with opened(path) as checkpoint:
-        return repair_store(checkpoint.own().store)
+        store = checkpoint.own().store
+        with hold_lease(store):  # so that deletions ask what the checkpoint shares, and leave what is copied
+            return repair_store(store)
 
 
 @takes_no_save
@@ -454,4 +457,6 @@ def rebuild_index(path: CheckpointPath, *, replace: bool = False, on_read: OnSha
         CheckpointNotFound, CorruptError: the shards are not all there, or not intact.
     """
     with opened(path) as checkpoint:
-        return publish_rebuilt(checkpoint.own().store, replace=replace, on_read=on_read)
+        store = checkpoint.own().store
+        with hold_lease(store):
+            return publish_rebuilt(store, replace=replace, on_read=on_read)

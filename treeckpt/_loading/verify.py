@@ -274,7 +274,8 @@ def _open(store: Store, index: Index, file: File, size: int | None, keep: bool) 
         except StoreError as error:
             return None, [BadBytes(file.name, 0, whole, f"{error.found}. {error.hint}", read_failure(error))]
         disk = elsewhere(store, index, file)
-        why = "the file is missing" if disk is None else f"the file was written to {disk}, and is not here"
+        where = f" in {file.directory} beside this directory, which shares it" if file.directory else ""
+        why = f"the file is missing{where}" if disk is None else f"the file was written to {disk}, and is not here"
         return None, [BadBytes(file.name, 0, whole, why)]
     try:
         opened = open_shard(store, index, file, size, whole=False, keep=keep)

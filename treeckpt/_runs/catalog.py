@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -141,8 +141,17 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """Of a node-local checkpoint, its disks. It is complete where what is not here belongs on other disks."""
     shared: dict[str, str] | None = {}
     """The directory of each of its shards that lies in that of another checkpoint; None where its index is not read."""
+    shared_with: dict[str, int] = {}
+    """Bytes of these files in each of these directories, which go only when no checkpoint shares them any more."""
+    shared_nbytes: int = 0
+    """Bytes of the arrays in these files, which its save has not written; they are among `nbytes`."""
     verification: Verification | None = None
     """What a verification found, by that file or on this machine; None without one, or where it was not looked up."""
+
+    @property
+    def own_nbytes(self) -> int | None:
+        """Bytes of the arrays that its save has written."""
+        return None if self.nbytes is None else self.nbytes - self.shared_nbytes
 
     @property
     def elsewhere(self) -> str:
@@ -217,6 +226,18 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
 def sum_nbytes(infos: Iterable[CheckpointInfo]) -> int:
     """Adds up the bytes that the files of checkpoints take."""
     return sum(info.disk_nbytes or 0 for info in infos)
+
+
+def needed_nbytes(sharing: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns how many bytes of each directory others need, by its name: the most that one `shared_with` of them says.
+
+    What they share becomes less from save to save, so that together they share what the one shares.
+    """
+    needed: dict[str, int] = {}
+    for shared_with in sharing:
+        for name, nbytes in shared_with.items():
+            needed[name] = max(needed.get(name, 0), nbytes)
+    return needed
 
 
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
@@ -572,7 +593,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         if durations is not None:
             took = _save_duration(folder, files, summary.save_id, durations)
     mark = files.get(ended_name(summary.save_id)) if durations is not None else None
-    problem = _problem("shard", summary.sizes_here(files), files)
+    problem = _problem("shard", summary.sizes_here(files), files, summary.shared)
     return CheckpointInfo(
         name=folder.name,
         path=folder.place,
@@ -584,6 +605,8 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         nbytes=summary.nbytes,
         disk_nbytes=_disk_nbytes({name: file for name, file in files.items() if name not in summary.shared}),
         shared=summary.shared,
+        shared_with=summary.shared_with,
+        shared_nbytes=summary.shared_nbytes,
         created_ns=summary.created_ns,
         seconds=took.seconds if took else None,
         blocked_seconds=took.blocked_seconds if took else None,
@@ -622,12 +645,14 @@ def _saving(folder: Store, files: Files, committed: str | None = None) -> tuple[
     return saves_under_way(folder, records) if records else ()
 
 
-def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files) -> str | None:
+def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files, shared: Mapping[str, str] = {}) -> str | None:
     bad = [(name, size) for name, size in sizes if name not in files or files[name].nbytes != size]
     if not bad:
         return None
     name, size = bad[0]
     now = f"has {files[name].nbytes} bytes instead of {size}" if name in files else "is missing"
+    if homes := sorted({shared[name] for name, _ in bad if name in shared}):
+        now += f"; it shares shards of {', '.join(homes)}, which must be beside it"
     are = "is" if len(bad) == 1 else "are"
     return f"{len(bad)} of {count_text(len(sizes), what)} {are} not as saved: {name} {now}"
 

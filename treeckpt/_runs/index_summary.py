@@ -43,6 +43,10 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     """The host of each of these disks, with the ranks that wrote there, as text."""
     shared: dict[str, str] = {}
     """The directory of each shard that lies in that of another checkpoint."""
+    shared_with: dict[str, int] = {}
+    """Bytes of these files in each of these directories."""
+    shared_nbytes: int = 0
+    """Bytes of the arrays in these files."""
 
     def disks_here(self, files: Container[str]) -> list[int]:
         """Returns the numbers of the disks of which a shard is among these files."""
@@ -94,6 +98,8 @@ def summarize_index(index: Index) -> Summary:
         disks=tuple(tuple(file.name for file in index.disk_files(disk)) for disk in index.disks),
         hosts=tuple(f"host {disk.host}, with {ranks_text(disk.ranks)}" for disk in index.disks),
         shared=index.shared_names,
+        shared_with=index.shared_with,
+        shared_nbytes=index.shared_nbytes,
     )
 
 

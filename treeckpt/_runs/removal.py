@@ -50,6 +50,7 @@ from .._io.storage.deletions import (
     restore_plain_names,
     spared,
     take_index,
+    unnamed_shards,
 )
 from .._io.storage.foreign_formats import describe_foreign
 from .._io.storage.kept_files import has_readers
@@ -62,6 +63,7 @@ from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError
 from .catalog import CheckpointInfo, id_of, read_info, step_info
 from .failures import FailureHistory
+from .index_summary import read_summary
 from .repair_advice import repair_advice
 
 _REPLACED = "another save has been committed there meanwhile"
@@ -99,6 +101,10 @@ class CheckpointRemover:
         if disks is not None:
             step = msgspec.structs.replace(step, damaged=step.damaged or info.name in disks.damaged)
         files = () if unread else file_facts(folder, self._clock(), committed=save_id)
+        names, unnamed = [file.name for file in files], frozenset[str]()
+        if info.shared and save_id and (index := folder.entries().get(INDEX_NAME)) is not None:
+            named = dict(read_summary(folder, index, self._cache).sizes)
+            unnamed = unnamed_shards(save_id, named, names)
         return StepDirectory(
             **msgspec.structs.asdict(step),
             name=info.name,
@@ -110,7 +116,8 @@ class CheckpointRemover:
             path=folder.place,
             whole=disks is None or (info.name, info.save_id or "") in disks.whole,
             elsewhere=info.elsewhere if disks is None else "",
-            needed=NeededFiles() if unread else needed_files(folder, [file.name for file in files], sharing),
+            needed=NeededFiles() if unread else needed_files(folder, names, sharing),
+            unnamed=unnamed,
         )
 
     def plan(self, info: CheckpointInfo, folder: Store, grace: float, *, force: bool) -> Removal:

@@ -50,6 +50,7 @@ from .._io.storage.deletions import (
 from .._io.storage.foreign_formats import describe_foreign, names_text, refuse_file
 from .._io.storage.local_store import is_url
 from .._io.storage.open import open_run
+from .._io.storage.shared_files import read_shared
 from .._io.storage.store import RunStore, Store
 from .._io.timing import steady_clock
 from ..errors import CheckpointError, CheckpointExists, CheckpointNotFound, StoreError, TreeckptError, TreeError
@@ -289,7 +290,7 @@ class RunDirectory:
         """
         known = self._verifications or VerificationStore(cache_directory())
         infos = self._read_infos(or_unread=True)
-        sharing = {info.name: info.shared for _, info in infos}
+        sharing = {info.name: read_shared(f) if info.files == "partial" else info.shared for f, info in infos}
         facts = [self.remover.fact(with_verification(i, f, known), f, disks=disks, sharing=sharing) for f, i in infos]
         times = deletion_times(self._clock(), grace)
         planned = plan_cleanup(facts, policies, times, run=self.url, busy=busy)

@@ -50,6 +50,7 @@ class TimedSave(msgspec.Struct, frozen=True):
     step: int
     created_ns: int | None
     nbytes: int | None
+    """Bytes that it has written."""
     reduced: ReducedTimings
 
 
@@ -66,7 +67,7 @@ def timed_saves(saves: Iterable[tuple[str, CheckpointInfo, ReducedTimings | None
         saves: ids, checkpoints and timings, in the order of saving.
     """
     return [
-        TimedSave(id_, info.step or 0, info.created_ns, info.nbytes, reduced)
+        TimedSave(id_, info.step or 0, info.created_ns, info.own_nbytes, reduced)
         for id_, info, reduced in saves
         if reduced is not None and not info.abandoned
     ]

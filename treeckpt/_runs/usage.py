@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from ..policy import All, EveryPeriod, EverySteps, KeepError, Policy, StepInfo, keep_text, kept, parse_keep
-from .catalog import CheckpointInfo, id_of, step_info, sum_nbytes
+from .catalog import CheckpointInfo, id_of, needed_nbytes, step_info, sum_nbytes
 from .run_state import SavePattern, activity_at, signs_of_run
 
 DAY, WEEK = 86_400.0, 7 * 86_400.0
@@ -151,10 +151,14 @@ def project(
 ) -> Projection:
     """Simulates the saves and clean-ups of a run that goes on as it saved last.
 
-    What policies do not decide about, as damaged checkpoints and files of other programs, stays.
+    What policies do not decide about, as damaged checkpoints and files of other programs, stays; and so do the files
+    that a checkpoint shares which stays.
     """
     steps = {step: info for info in infos if info.files == "complete" and (step := id_of(info)) is not None}
     nbytes = {step: info.disk_nbytes or 0 for step, info in steps.items()}
+    homes = {info.name: step for step, info in steps.items()}
+    shared = {step: info.shared_with for step, info in steps.items()}
+    newest = next(iter(shared.values()), {})  # as what comes will share
     total = sum_nbytes(infos)
     others = total - sum(nbytes.values())
     held = [step_info(info) for info in steps.values()]
@@ -169,7 +173,9 @@ def project(
         nbytes |= dict.fromkeys(replaced, pattern.nbytes)
         stays = nbytes.keys() if whole else kept(held, policies)
         held = [info for info in held if info.step in stays]
-        points.append((seconds, others + sum(nbytes[step] for step in stays)))
+        needed = needed_nbytes(shared.get(step, newest) for step in stays)
+        left = sum(count for name, count in needed.items() if name in homes and homes[name] not in stays)
+        points.append((seconds, others + left + sum(nbytes[step] for step in stays)))
     return Projection(source, keep_text(policies), tuple(points))
 
 

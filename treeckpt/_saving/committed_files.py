@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .._core.format.files import parse_file_name, stored_name
 from .._core.format.records import File, Index
+from .._core.format.shard_header import parse_shard_name
 from .._core.format.timings import timings_name
-from .._io.storage.checkpoint import read_index
-from .._io.storage.deletions import delete_files, take_back_index
+from .._io.storage.checkpoint import read_index, with_shared_files
+from .._io.storage.deletions import delete_files, hold_lock, take_back_index
 from .._io.storage.shared_files import needed_files
 from .._io.storage.store import Store
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
@@ -66,7 +67,8 @@ def check_still_there(store: Store, index: Index) -> None:
     Raises:
         CheckpointError: its files were removed; the index is taken back.
     """
-    if missing := sorted({file.name for file in files_on_disk(index, 0)} - store.sizes().keys()):
+    files = index.file_list if index.shared_names else files_on_disk(index, 0)
+    if missing := sorted({file.name for file in files} - with_shared_files(store, index).sizes().keys()):
         take_back_index(store, index.save_id)
         raise CheckpointError(
             f"{store.url}/{missing[0]}",
@@ -115,6 +117,9 @@ def remove_replaced(store: Store, save_id: str) -> None:
     found = [(name, owned) for name in present if (owned := parse_file_name(name)) is not None]
     kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
-    # of files that other checkpoints share the next clean-up asks again
-    needed = needed_files(store, present).names
-    remove_files(store, [*(name for name in names if name not in needed), timings_name(save_id)])
+    # only where a rank has more than one shard others may share them, or be about to
+    several = any((parsed := parse_shard_name(name)) is not None and parsed[3] for name in names)
+    with hold_lock(store, "deleting") if several else contextlib.nullcontext():
+        # of files that other checkpoints share the next clean-up asks again
+        needed = needed_files(store, store.sizes()).names if several else ()
+        remove_files(store, [*(name for name in names if name not in needed), timings_name(save_id)])

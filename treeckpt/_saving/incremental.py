@@ -149,11 +149,10 @@ def _read_base(folder: Store, save_id: str, store: Store, kept: KnownFiles | Non
     index = read_index(folder)
     if index.references is None or index.disks or save_id not in ("", index.save_id):
         return None
-    if index.shared_names:
-        sizes = with_shared_files(folder, index).sizes()
-        if not index.shared_names.keys() <= sizes.keys():
-            _log.warning("%s: nothing is shared with %s, which has lost files", store.url, folder.url)
-            return None
+    sizes = with_shared_files(folder, index).sizes()
+    if any(sizes.get(file.name) != file.header + file.nbytes for file in index.file_list):
+        _log.warning("%s: nothing is shared with %s, which has lost files", store.url, folder.url)
+        return None
     return BaseCheckpoint(folder.name, index.save_id, index.references)
 
 
@@ -286,7 +285,8 @@ class IncrementalSave:
             except (TreeckptError, OSError) as error:
                 _log.warning("%s: all is written, as %s cannot be read: %s", self._store.url, base.directory, error)
                 return {}
-        return {file.entries: file for file in kept.files}
+        # what this save replaces goes with it, though the checkpoint before may share files of it
+        return {file.entries: file for file in kept.files if file.home.directory != self._store.name}
 
     def _entries(self, plan: GlobalPlan) -> dict[int, FileEntries]:
         """Returns what each file of the plan holds, by its part."""

@@ -239,10 +239,12 @@ class _Coordinator:
             state.put(reported)
             _log.warning(
                 "%s: the ranks see %d different directories there, and each has the shards of its ranks alone: %s. If "
-                "one that all hosts share was meant, it is not mounted on all of them",
+                "one that all hosts share was meant, it is not mounted on all of them%s",
                 self._side.agreed.store.url,
                 len(self.disks),
                 "; ".join(f"host {disk.host}, {ranks_text(disk.ranks)}" for disk in self.disks),
+                ". Incremental saves share no files there: each writes all"
+                * (self._side.agreed.incremental is not None),
             )
 
     def prepare(self, index: bytes, timings: bytes) -> Sequence[Fault]:

@@ -438,11 +438,11 @@ class InlineWriter:
         if not faults:
             try:
                 assert plan is not None, "a rank without a plan reports a fault"
-                with recorder.span("publish"):
+                with recorder.span("publish"), contextlib.ExitStack() as held:
                     disks = self._others.disks if self._others is not None else ()
                     bare, before = self._index or index_before_files(info, plan), info.content and info.content.before
                     index = with_files(bare, plan, reports, disks, before)
-                    mark_shared_files(store, index)
+                    mark_shared_files(store, index, held)
                     data = encode_index(index)
                     # before the index, in an object store beside it: should this save die after it, later ones know by
                     # them that it had ended

@@ -377,8 +377,11 @@ def _content(store: Store, name: str) -> bytes:
 
 def _read_native(checkpoint: Checkpoint) -> Contents:
     """Returns the contents of a checkpoint of ours."""
-    checkpoint.check_against_files()
     index = checkpoint.index
+    for file in index.file_list:
+        if file.directory and file.name not in checkpoint.sizes:
+            checkpoint.shard(file)  # raises the error that names the directories that are to be beside it
+    checkpoint.check_against_files()
     for disk in index.disks_elsewhere(checkpoint.sizes):
         checkpoint.shard(index.disk_files(disk)[0])  # raises the error that names the disk
     structure, leaves, findings = _spread_ranks(index.structure, _NativeReader(checkpoint).leaf)

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 import pytest
 from starlette.testclient import TestClient
 
-from tests.dashboard.helpers import usage_when_made
+from tests.dashboard.helpers import page, usage_when_made
+from tests.helpers.adapted import FROZEN, NBYTES, data_nbytes, write_adapted
 from tests.helpers.background import until
 from tests.helpers.dozen_runs import SLOW_SINCE, write_dozen
 from treeckpt._cli.main import main
@@ -157,3 +158,35 @@ def test_trends_are_told_alike(asked, printed, name):
         assert answer["text"] in " ".join(html.unescape(client.get(f"/{place}").text).split())
     if name in ("slow_rank", "slow_disk"):
         assert answer["text"].startswith(f"Since step {SLOW_SINCE} (2025-06-15 15:47:40 UTC) saves take 275 ms")
+
+
+def test_own_and_shared_bytes_are_told_alike(printed, tmp_path):
+    run = write_adapted(tmp_path / "run")
+    client = TestClient(create_app([str(run)]), base_url="http://127.0.0.1:8265")
+    shown = {row["name"]: row for row in page(client, "?keep=last:1").json()["run"]["checkpoints"]}
+    keys = ("nbytes", "disk_nbytes", "shared_nbytes", "shared_with")
+    for row in printed("ls", run):
+        assert {key: row[key] for key in keys} == {key: shown[row["name"]][key] for key in keys}
+        assert row["shared_nbytes"] == (0 if row["step"] == 1 else FROZEN * NBYTES)
+    [shared] = printed("show", run / "step_00000004")["shared_with"].items()
+    assert shared == ("step_00000001", shown["step_00000004"]["shared_with"]["step_00000001"])
+    origin, answer = (
+        printed("show", run / "step_00000001"),
+        client.get(f"/api/v1/checkpoints/{shown['step_00000001']['id']}").json(),
+    )
+    assert origin["needed_nbytes"] == answer["needed_nbytes"] == shared[1] < data_nbytes(run / "step_00000001")
+    assert origin["needed_by"] == answer["needed_by"] == [f"step_0000000{step}" for step in (2, 3, 4)]
+    # what a clean-up frees: the files of three, without those that the fourth shares
+    planned = printed("gc", run, "--keep-last", "1", "--dry-run")
+    freed = sum(removal["nbytes"] for removal in planned["removed"])
+    usage = usage_when_made(client, keep="last:1")["runs"][0]
+    assert usage["plan"]["freed"] == freed == page(client, "?keep=last:1").json()["run"]["goes_nbytes"]
+    assert usage["nbytes"] == sum(row["disk_nbytes"] for row in shown.values()) < 1.1 * FROZEN * NBYTES
+
+
+def test_trends_have_the_bytes_that_were_written(tmp_path):
+    client = TestClient(create_app([str(write_adapted(tmp_path / "run"))]), base_url="http://127.0.0.1:8265")
+    run = page(client).json()["run"]
+    trends = client.get(f"/api/v1/runs/{run['id']}/trends").json()
+    assert trends["nbytes"] == [FROZEN * (NBYTES + 4000), *[FROZEN * 4000] * 3]
+    assert [row["rate"] for row in run["checkpoints"]] == trends["rate"][::-1]

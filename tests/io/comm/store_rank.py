@@ -1,10 +1,12 @@
-"""One rank that saves and loads over Stores, in a process of its own without a process group of torch.distributed.
+"""Ranks that save and load over Stores, in processes of their own without a process group of torch.distributed.
 
-Arguments: rank, size, a directory, "first" or "again". Prints what it has found, a line each.
+Arguments: size, a directory, "first" or "again". Each rank is forked, so that torch is imported once; what it has found
+is in a file `PART.RANK` of the directory, a line each. Prints the exit codes, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,7 +19,7 @@ import torch.distributed as dist
 import treeckpt as tc
 
 
-def main(rank: int, size: int, directory: Path, part: str) -> None:
+def run_rank(rank: int, size: int, directory: Path, part: str) -> None:
     files = dist.FileStore(str(directory / "store"), size)
     whole = np.arange(12.0).reshape(6, 2)
     rows = slice(6 * rank // size, 6 * (rank + 1) // size)
@@ -52,5 +54,21 @@ def main(rank: int, size: int, directory: Path, part: str) -> None:
         print("killed", sorted(error.ranks), error)
 
 
+def forked(rank: int, size: int, directory: Path, part: str) -> int:
+    if pid := os.fork():
+        return pid
+    sys.stdout, code = (directory / f"{part}.{rank}").open("w", buffering=1), 1
+    try:
+        run_rank(rank, size, directory, part)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def main(size: int, directory: Path, part: str) -> None:
+    ranks = [forked(rank, size, directory, part) for rank in range(size)]
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -141,33 +141,36 @@ SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
 import treeckpt as tc
-path = sys.argv[1]
-rank = int(os.environ["RANK"])
-try:
-    tc.save(path + "/early", {"w": torch.ones(3)})
-except tc.RankError as error:
-    assert "WORLD_SIZE=2" in str(error), error
-else:
-    raise AssertionError("saved over the other rank")
-tc.save(f"{path}/own{rank}", {"rank": rank}, comm="alone")
-dist.init_process_group("gloo")
-tc.save(path + "/together", {"w": torch.ones(3), "own": tc.PerRank(rank)})
-if rank == 1:
-    from torch.distributed.device_mesh import init_device_mesh
-    tc.save(path + "/one", {"w": torch.ones(3), "own": tc.PerRank(rank)}, comm="alone")
-    assert tc.load(path + "/one", comm="alone")["own"].value == 1
-    assert tc.save_async(path + "/two", {"n": 1}, comm="alone").result(60).world == 1
-    assert tc.Manager(path + "/run", comm="alone").latest() is None
-dist.barrier()
-dist.destroy_process_group()
+from treeckpt.demo.fork_ranks import fork_ranks
+
+def run(path):
+    rank = int(os.environ["RANK"])
+    try:
+        tc.save(path + "/early", {"w": torch.ones(3)})
+    except tc.RankError as error:
+        assert "WORLD_SIZE=2" in str(error), error
+    else:
+        raise AssertionError("saved over the other rank")
+    tc.save(f"{path}/own{rank}", {"rank": rank}, comm="alone")
+    dist.init_process_group("gloo")
+    tc.save(path + "/together", {"w": torch.ones(3), "own": tc.PerRank(rank)})
+    if rank == 1:
+        tc.save(path + "/one", {"w": torch.ones(3), "own": tc.PerRank(rank)}, comm="alone")
+        assert tc.load(path + "/one", comm="alone")["own"].value == 1
+        assert tc.save_async(path + "/two", {"n": 1}, comm="alone").result(60).world == 1
+        assert tc.Manager(path + "/run", comm="alone").latest() is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+fork_ranks(run, 2, sys.argv[1])
 """
+"""Ranks under torchrun's agent, which imports torch once for both."""
 
 
 def test_under_torchrun_before_and_after_the_process_group(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(tmp_path)],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

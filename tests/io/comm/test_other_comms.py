@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -25,14 +26,11 @@ ROOT = Path(__file__).parents[3]
 
 def run_ranks(directory: Path, part: str, size: int = 3) -> list[tuple[int, dict[str, str]]]:
     """Runs ranks in processes of their own; returns the exit code of each, and what it has printed."""
-    command = [sys.executable, "-m", "tests.io.comm.store_rank"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size), directory, part], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    command = [sys.executable, "-m", "tests.io.comm.store_rank", str(size), str(directory), part]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    printed = [(directory / f"{part}.{rank}").read_text() for rank in range(size)]
     lines = [dict(line.split(" ", 1) for line in text.splitlines()) for text in printed]
-    return [(rank.returncode, found) for rank, found in zip(ranks, lines, strict=True)]
+    return list(zip(json.loads(done.stdout), lines, strict=True))
 
 
 def test_processes_save_over_stores_without_a_process_group(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def check_index(index: Index, name: str, *, manifest: bool = False) -> None:
     _check_files(index, name, manifest)
     if index.disks:
         _check_disks(index, name)
-    if index.references is not None and (wrong := index.references.problem(index.save_id, index.listed.files)):
+    if index.references is not None and (wrong := index.references.problem(index.save_id, index.listed.files, name)):
         raise FormatError(name, expected="files in the directories of other checkpoints", found=wrong)
     for spec in index.specs:
         _check_spec(spec, name)

@@ -490,6 +490,15 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
                 found.append(SharedFile(home, named[3], file.part, file.stream, file.nbytes, file.header))
         return found
 
+    @cached_property
+    def shared_with(self) -> dict[str, int]:
+        """Bytes of the files of this checkpoint in the directory of each other checkpoint of the run, by its name."""
+        found: dict[str, int] = {}
+        for file in self.file_list if self.shared_names else ():
+            if file.directory:
+                found[file.directory] = found.get(file.directory, 0) + file.header + file.nbytes
+        return dict(sorted(found.items()))
+
     @property
     def shared_nbytes(self) -> int:
         """Bytes of the arrays that lie in the directories of other checkpoints of the run."""

@@ -94,8 +94,12 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         numbers, inner = decode_runs(self.home).tolist(), decode_runs(self.home_part).tolist()
         return [(homes[number], part) for number, part in zip(numbers, inner, strict=True)]
 
-    def problem(self, save_id: str, files: int) -> str:
-        """Returns what is wrong with it for a table of so many files; empty if nothing is."""
+    def problem(self, save_id: str, files: int, name: str) -> str:
+        """Returns what is wrong with it for a table of so many files, in the index called `name`; empty if nothing.
+
+        Raises:
+            FormatError: a column has numbers that mean nothing.
+        """
         if not all(home.is_sound() and home.save_id != save_id for home in self.homes):
             return "a home that is no save in a directory beside it"
         if len({home.save_id for home in self.homes}) != len(self.homes):
@@ -103,10 +107,10 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         listed = files if self.homes else 0
         if length_of(self.home) != listed or length_of(self.home_part) != listed:
             return f"homes of {length_of(self.home)} files, of {listed}"
-        check_runs(self.home, path="references/home", low=0, high=len(self.homes) + 1)
-        check_runs(self.home_part, path="references/part", low=0, high=MAX_WORLD + 1)
-        check_runs(self.group, path="references/group", low=0, high=MAX_WORLD)
-        check_runs(self.stayed, path="references/stayed", low=0, high=STAYED_SAVES + 1)
+        check_runs(self.home, path=f"{name}: references/home", low=0, high=len(self.homes) + 1)
+        check_runs(self.home_part, path=f"{name}: references/part", low=0, high=MAX_WORLD + 1)
+        check_runs(self.group, path=f"{name}: references/group", low=0, high=MAX_WORLD)
+        check_runs(self.stayed, path=f"{name}: references/stayed", low=0, high=STAYED_SAVES + 1)
         return "" if length_of(self.stayed) in (0, length_of(self.group)) else "columns of different lengths"
 
 

@@ -96,8 +96,9 @@ def array_leaves(tree: GlobalTree) -> list[tuple[int, ArrayLeaf]]:
         layout = leaf.layout or replicated_layout(leaf.per_rank or ())
         align = dtype.itemsize // dtype.parts
         frozen = leaf.spec.kind == "parameter" and not leaf.spec.requires_grad
-        options = {"frozen": frozen, "table": tables.get(leaf.path, 0)}
-        found.append((number, ArrayLeaf(leaf.path, shape, dtype.itemsize, layout, align, leaf.per_rank, **options)))
+        table = tables.get(leaf.path, 0)
+        own = ArrayLeaf(leaf.path, shape, dtype.itemsize, layout, align, leaf.per_rank, frozen=frozen, table=table)
+        found.append((number, own))
     return found
 
 

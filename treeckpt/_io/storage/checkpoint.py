@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ..._core.format.check_index import check_against_files, needs_file_sizes
-from ..._core.format.files import PIN_NAME, checksum, is_undecided, stored_name
+from ..._core.format.files import PIN_NAME, checksum, is_undecided, parse_file_name, stored_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, rebuild
 from ..._core.format.records import File, Index
 from ..._core.format.references import SharedFile, decode_shared
@@ -222,15 +222,21 @@ def rebuild_from_shards(
         on_read: takes how many shards were read, and of how many, from any thread.
 
     Raises:
-        CheckpointNotFound: there are no shards.
+        CheckpointNotFound: there are no shards, or those of a checkpoint that was deleted.
         CorruptError, FormatError: no set of shards is complete and intact.
         CheckpointError: another save has published an index meanwhile, which must stay.
     """
     before = _index_content(store)
     saves: dict[str, list[str]] = {}
+    kinds, first = set[str](), False
     for name in store.sizes():
+        kinds |= {kind.kind} if (kind := parse_file_name(name)) is not None else set()
         if (parsed := parse_shard_name(name)) is not None:
             saves.setdefault(parsed[0], []).append(name)
+            first |= parsed[1] == parsed[3] == 0
+    if "index" not in kinds and ("deleted" in kinds or ("shared" in kinds and not first)):
+        found = "one that was deleted; of its files those stay that other checkpoints share"
+        raise CheckpointNotFound(store.url, expected="a checkpoint", found=found, hint="Load another step")
     if not saves:
         raise CheckpointNotFound(store.url, expected="shards", found="none", hint="Check the path")
     if save_id in saves:
@@ -307,12 +313,7 @@ def _shared_header(store: Store, rank: int, one: ShardHeader, file: SharedFile) 
     try:
         size, header = read_header(store.run().folder(file.home.directory), name)
     except FileNotFoundError as error:
-        raise CorruptError(
-            f"{store.url}/../{file.home.directory}/{name}",
-            expected="a shard that this checkpoint shares with another one of its run",
-            found="no such file",
-            hint=f"Copy the directory {file.home.directory} beside this one too",
-        ) from error
+        raise missing_home(store, file.home.directory, name) from error
     return size, _as_part(header, one.save_id, file.part, file.stream)
 
 

@@ -52,7 +52,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -72,6 +72,7 @@ from ..._core.format.files import (
 )
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
 from ..._core.format.records import Index
+from ..._core.format.shard_header import parse_shard_name
 from ..._inspect.deletion import (
     CleanupTimes,
     FileInfo,
@@ -87,7 +88,18 @@ from ...reports import Leftover
 from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
 from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
-from .kept_files import LAPSE, LATE_PAUSES, LEASE, KeptFile, encode_claim, is_alive, read_claim, read_lease, read_record
+from .kept_files import (
+    LAPSE,
+    LATE_PAUSES,
+    LEASE,
+    KeptFile,
+    encode_claim,
+    hold_lease,
+    is_alive,
+    read_claim,
+    read_lease,
+    read_record,
+)
 from .plain_names import copies_of, give_plain_names, stored_files, take_plain_names
 from .shared_files import needed_files
 from .store import DirectoryEntry, Store, exists_error, for_each
@@ -207,16 +219,21 @@ def legible_save_id(state: bytes | int | None) -> str | None:
     return match[1].decode() if match else None
 
 
-def mark_shared_files(store: Store, index: Index) -> None:
+def mark_shared_files(store: Store, index: Index, held: contextlib.ExitStack) -> None:
     """Marks the saves whose files an index names, before it is published, and checks that these files are there.
+
+    Args:
+        held: keeps leases on their directories, until the index is published.
 
     Raises:
         CheckpointError: a file is gone, or has another size; or as `unlocked_sizes`.
     """
     for home in index.references.homes if index.references is not None else ():
         folder, mark = store.run().folder(home.directory), shared_mark_name(home.save_id)
-        if folder.entry(mark) is None and folder.entries():  # the mark would make a directory that is gone
-            folder.publish(mark, b"{}", replace=True)
+        if folder.entries():  # they would make a directory that is gone
+            held.enter_context(hold_lease(folder))
+            if folder.entry(mark) is None:
+                folder.publish(mark, b"{}", replace=True)
         sizes = unlocked_sizes(folder)
         for file in index.file_list:
             if file.directory == home.directory and sizes.get(file.name) != file.header + file.nbytes:
@@ -273,10 +290,13 @@ def replace_index(store: Store, before: bytes | int | None, index: Index) -> str
 
     Raises:
         CheckpointExists: there is one now, and was none.
-        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair`.
+        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair` and `mark_shared_files`.
     """
     data = encode_index(index)
-    with hold_for_repair(store) as names:
+    with contextlib.ExitStack() as held:
+        if before is None:  # deletions could not see which files it shares
+            mark_shared_files(store, index, held)
+        names = held.enter_context(hold_for_repair(store))
         deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
         # an index that is missing because its checkpoint is being deleted is not made again
         gone = before is None and next(deleted, None) is not None
@@ -437,6 +457,20 @@ def _timings_without_record(names: Iterable[str], committed: str | None) -> list
     return [name for name, kind in kinds.items() if kind.kind == "timings" and kind.save_id in unrecorded]
 
 
+def _names_any(folder: Store, files: Mapping[str, str | None]) -> bool:
+    """Whether some of these files are of the committed save; copies of shards that its index does not name are not.
+
+    Args:
+        files: the save of each file.
+    """
+    try:
+        index = read_index(folder)
+    except CheckpointError:
+        return False
+    of_save = {name for name, save_id in files.items() if save_id == index.save_id}
+    return bool(of_save - unnamed_shards(index.save_id, index.file_names, of_save))
+
+
 def committed_save_id(folder: Store) -> str | None:
     """Returns the id of the save that the index names; None if there is no index or it cannot be read."""
     try:
@@ -457,9 +491,12 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     """Returns the files and state of a directory that is not part of a run."""
     # before the index is read: a save that is committed in between must not be taken for one that was replaced
     files = file_facts(folder, now_ns, committed=None)
-    status, save_id, problem = "complete", None, ""
+    status, save_id, problem, unnamed = "complete", None, "", frozenset[str]()
     try:
-        save_id = read_index(folder).save_id
+        index = read_index(folder)
+        save_id = index.save_id
+        if index.shared_names:
+            unnamed = unnamed_shards(save_id, index.file_names, [file.name for file in files])
     except CheckpointNotFound:
         status = "partial"
     except CheckpointError as error:
@@ -475,7 +512,14 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
         problem=problem,
         path=folder.place,
         needed=needed_files(folder, [file.name for file in files]),
+        unnamed=unnamed,
     )
+
+
+def unnamed_shards(save_id: str, named: Container[str], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of some files that are shards of a save and are not among those that its index names."""
+    shards = (name for name in names if (parsed := parse_shard_name(name)) is not None and parsed[0] == save_id)
+    return frozenset(name for name in shards if name not in named)
 
 
 def plan_removal(folder: Store, now_ns: int, grace: float = GRACE) -> Removal | RetainedDirectory | None:
@@ -515,8 +559,8 @@ def list_leftovers(store: Store, names: Iterable[str], *, known: str) -> tuple[L
 
 def remove_leftovers(folder: Store, removal: Removal) -> str:
     """Removes leftovers; returns why not, if something has changed since the removal was planned."""
-    kinds = [kind for name in removal.files if (kind := parse_file_name(name)) is not None]
-    saves = {kind.save_id for kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
+    kinds = [(name, kind) for name in removal.files if (kind := parse_file_name(name)) is not None]
+    saves = {name: kind.save_id for name, kind in kinds if kind.kind in ("shard", "sidecar", "timings")}
     if removal.files:
         with hold_lock(folder, "deleting") as own:
             # a repair replaces files of saves alone
@@ -525,19 +569,28 @@ def remove_leftovers(folder: Store, removal: Removal) -> str:
                 return "it is being repaired"
             # first of all, since the shards of an index that is put back are no leftovers
             back = restore_index(folder)
-            if saves and committed_save_id(folder) in saves:
+            if saves and _names_any(folder, saves):
                 return "its index, which a deletion had taken, is back" if back else "it has been committed meanwhile"
             decided = [] if back else _decide_all(folder, removal.files)
             if decided is None:
                 return "another process goes on with its deletion, or undoes it"
-            delete_files(folder, spared(folder, [*removal.files, *decided]))
+            # nobody makes an index again beside these marks, also where this process is stopped for minutes
+            marks = [] if folder.entry(INDEX_NAME) else sorted({deleted_name(s) for s in saves.values() if s})
+            with contextlib.suppress(OSError, TreeckptError):  # a full disk takes none
+                for mark in marks:
+                    folder.publish(mark, b"{}", replace=True)
+            names = spared(folder, dict.fromkeys([*removal.files, *decided, *marks]))
+            if saves and not back and _names_any(folder, saves):
+                delete_files(folder, marks)
+                return "it has been committed meanwhile"
+            delete_files(folder, names)
         folder.sync()
     if removal.directory:
         folder.remove_directory()
     return ""
 
 
-def spared(folder: Store, names: Sequence[str]) -> list[str]:
+def spared(folder: Store, names: Iterable[str]) -> list[str]:
     """Returns those of some files that no other checkpoint of the run needs, for a caller that holds the lock.
 
     Of a save of which one file is needed the marks stay too: those of the deletion, and of the files being shared.

@@ -132,7 +132,9 @@ def _checked_size(store: Store, index: Index, file: File, size: int | None, *, w
         if (disk := elsewhere(store, index, file)) is not None:
             raise _elsewhere_error(store, disk, where)
         if file.directory:
-            hint = f"Copy the directory {file.directory} of the run beside this one too, or restore it from a copy"
+            homes = [*index.shared_with]
+            which = f"directory {homes[0]}" if len(homes) == 1 else f"directories {', '.join(homes)}"
+            hint = f"Copy the {which} of the run beside this one too, or restore it from a copy"
             expected = f"a shard in the directory {file.directory} beside it, which this checkpoint shares"
             raise CorruptError(where, expected=expected, found="no such file", hint=hint)
         raise CorruptError(where, expected="a shard", found="no such file", hint=_RESTORE)
@@ -376,7 +378,8 @@ def _leaves_and_file(store: Store, index: Index, file: File, first: int, last: i
     """Names a file for an error, after the leaves that have bytes in `first:last` of it."""
     paths = [index.entries[number].path or "<root>" for number in leaves_in_range(index, file, first, last)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return f"{', '.join(paths[:3])}{more}: {store.url}/{file.name}" if paths else f"{store.url}/{file.name}"
+    place = f"{store.url}/../{file.directory}" if file.directory else store.url
+    return f"{', '.join(paths[:3])}{more}: {place}/{file.name}" if paths else f"{place}/{file.name}"
 
 
 def verify_shard(store: Store, shard: OpenedShard, start: int = 0, stop: int | None = None) -> int:

@@ -5,13 +5,14 @@ them: who deletes files of a save there reads the indexes beside it. So that thi
 save writes `shared.<save id>.json` into the directory of each save whose files its index names, before it publishes
 the index (`deletions.mark_shared_files`). The mark stays as long as a file that is named.
 
-A save and a deletion find each other as in `deletions`. The save writes the mark before it looks for the lock of a
-deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for the mark. A
-deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one, and so that
-save holds a lease on the checkpoint that it follows, whose index names the same files.
+A save and a deletion find each other as in `deletions`. The save writes a lease and the mark before it looks for the
+lock of a deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for
+the mark. A deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one,
+and so it deletes nothing where there is a lease. Before that the save holds a lease on the checkpoint that it follows,
+whose index names the same files.
 
 Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file that it
-may name is deleted.
+may name is deleted. One that is missing can be made again from the headers of the shards, which name the same files.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import time
 from collections.abc import Collection, Mapping
 
 from ..._core.format.files import parse_file_name
+from ..._core.format.references import decode_shared
+from ..._core.format.shard_header import parse_shard_name, shard_name
 from ..._inspect.deletion import NeededFiles
 from ...errors import CheckpointNotFound, TreeckptError
 from .checkpoint import read_index
 from .kept_files import has_readers
+from .shard_reader import read_header
 from .store import Store, for_each
 
 Sharing = Mapping[str, Mapping[str, str] | None]
@@ -46,9 +50,11 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     shards = frozenset(name for name, kind in kinds if kind.kind == "shard" and kind.save_id in marked)
     if not shards:
         return NeededFiles()
+    # first of all: whose lease is gone by then has published its index before that is read
+    held = has_readers(folder, time.time_ns())
     if sharing is None:
         others = folder.run().folders()
-        sharing = dict(zip([other.name for other in others], for_each(folder, _read_shared, others), strict=True))
+        sharing = dict(zip([other.name for other in others], for_each(folder, read_shared, others), strict=True))
     found: dict[str, frozenset[str]] = {}
     for other, shared in sharing.items():
         if other != folder.name and shared:
@@ -56,15 +62,35 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     unread = tuple(sorted(other for other, shared in sharing.items() if shared is None and other != folder.name))
     named = frozenset(name for needed in found.values() for name in needed)
     by = tuple(sorted(other for other, needed in found.items() if needed))
-    return NeededFiles(shards if unread else named, by, unread)
+    return NeededFiles(shards if unread or held else named, by, unread, held)
 
 
-def _read_shared(folder: Store) -> Mapping[str, str] | None:
+def read_shared(folder: Store) -> Mapping[str, str] | None:
+    """Returns which shards in other directories of the run a checkpoint needs, as `Sharing` has it."""
     try:
         return read_index(folder).shared_names
     except CheckpointNotFound:
-        deleted = any((kind := parse_file_name(name)) and kind.kind == "deleted" for name in folder.sizes())
-        # whoever reads it has opened it before its index was taken away
-        return None if deleted and has_readers(folder, time.time_ns()) else {}
+        names = list(folder.sizes())
+        kinds = {kind.kind for name in names if (kind := parse_file_name(name)) is not None}
+        if not kinds & {"deleted", "progress"}:
+            return _shared_by_headers(folder, names)
+        if not has_readers(folder, time.time_ns()):
+            return {}  # a save that is under way holds a lease on the checkpoint that it follows
+        # whoever reads it has opened it before its index was taken away, or makes that again
+        return None if "deleted" in kinds else _shared_by_headers(folder, names)
     except TreeckptError:
         return None
+
+
+def _shared_by_headers(folder: Store, names: Collection[str]) -> Mapping[str, str] | None:
+    found: dict[str, str] = {}
+    try:
+        for name in names:
+            if (named := parse_shard_name(name)) is not None and not named[3]:
+                _, header = read_header(folder, name)
+                for file in decode_shared(header.shared, name):
+                    home = file.home
+                    found[shard_name(home.save_id, header.rank, header.world, file.home_part)] = home.directory
+    except (TreeckptError, OSError):
+        return None
+    return found
