@@ -96,6 +96,7 @@ test-frameworks: $(STAMP) ## install Lightning, Accelerate, PEFT, Ray Train, tor
 	$(call say,Installing Lightning / Accelerate / PEFT / Ray / torchtitan / torchrec / torchft / TorchTNT / Composer)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[frameworks]'
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r tests/integrations/requirements.txt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(VENV)/aside -r tests/integrations/requirements_aside.txt
 	$(call say,pytest with them)
 	@$(BIN)/python -m pytest -m slow tests/dcp/test_frameworks.py tests/integrations $(PYTEST_ARGS)
 

@@ -1,17 +1,21 @@
 """Trains with Composer's `Trainer` and its sharded checkpoints after `treeckpt.dcp.install`; resumes what is there.
 
 Composer asks for torchvision, of which the build for CUDA is the one on PyPI: beside a torch for CPUs its operators are
-missing, and only declared here.
+missing, and only declared here. It lies in a directory of its own.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers import framework_job as job
+
+sys.path.append(job.ASIDE)
 os.environ["FSDP_VERSION"] = "2"  # the other one runs on GPUs alone
 OPERATORS = ("nms", "qnms", "roi_align", "qroi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 library = torch.library.Library("torchvision", "FRAGMENT")
@@ -23,7 +27,6 @@ from composer import Callback, ComposerModel, Trainer  # noqa: E402
 from composer.utils import dist as ranks  # noqa: E402
 
 import treeckpt.dcp  # noqa: E402
-from tests.helpers import framework_job as job  # noqa: E402
 
 
 class Rows(Dataset[torch.Tensor]):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers import framework_job as job
+
+sys.path.append(job.ASIDE)  # pkg_resources
 from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.state import State
 from torchtnt.framework.train import train
 from torchtnt.framework.unit import TrainUnit
 
 import treeckpt.dcp
-from tests.helpers import framework_job as job
 
 
 class Numbers:

@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+ASIDE = os.path.join(sys.prefix, "aside")
+"""Where `make test-frameworks` installs what would disturb other frameworks: see requirements_aside.txt."""
+
 
 def launch(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Starts a job on so many ranks; returns it when it has ended, with what it has printed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import treeckpt as tc
 from tests.helpers import framework_job as job
 from treeckpt.integrations.accelerate import TreeckptAccelerator
 
+Killed = Callable[[], contextlib.AbstractContextManager[Any]]
 PARTS = 2
 """Parts of a batch: one for each of two ranks, or all for one."""
 
@@ -60,7 +62,7 @@ def accelerator(options: argparse.Namespace) -> TreeckptAccelerator:
     return made
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
@@ -71,18 +73,34 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int, help="the step in whose save each rank kills itself")
     parser.add_argument("--resized", action="store_true", help="another number of ranks has saved")
     parser.add_argument("--dropout", type=float, default=0.0)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def train(options: argparse.Namespace, killed: Killed = job.killed_in_save) -> dict[str, Any]:
+    """Trains from where the run is; returns what it has found.
+
+    Args:
+        killed: makes the context of the save in which the run is killed.
+    """
     made = accelerator(options)
+    outcome = train_with(made, options, killed)
+    made.free_memory()  # while there is a process group: to be its last holder can be a deadlock of torch's
+    made.end_training()
+    return outcome
+
+
+def train_with(made: TreeckptAccelerator, options: argparse.Namespace, killed: Killed) -> dict[str, Any]:
+    """Trains with an accelerator."""
     net = job.network(dropout=options.dropout)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     data: Any = TensorDataset(torch.arange(10))
     loader = DataLoader(data, batch_size=1 if options.dispatch else PARTS, shuffle=True)
-    torch.manual_seed(1 + int(os.environ["RANK"]))
+    torch.manual_seed(1 + made.process_index)
+    made.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
     net, optimizer, loader, scheduler = made.prepare(net, optimizer, loader, scheduler)
     progress, losses = Progress(), dict[tuple[int, int], float]()
     made.register_for_checkpointing(progress)
-    made.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     fallback = tc.Fallback(per_rank={"loader": "take"}) if options.resized else None
     report = made.load_state(fallback=fallback)
     resumed_from = progress.step
@@ -103,14 +121,14 @@ def main() -> None:
                 dies = progress.step == options.kill_at
                 if dies:
                     made.wait_for_saves()
-                with job.killed_in_save() if dies else contextlib.nullcontext():
+                with killed() if dies else contextlib.nullcontext():
                     made.save_state()
             if progress.step == options.steps:
                 break
         batches = loader
     made.wait_for_saves()
     weights: dict[str, Any] = net.state_dict()
-    outcome = {
+    return {
         "weights": {
             name.removeprefix("module."): one.full_tensor() if isinstance(one, DTensor) else one
             for name, one in weights.items()
@@ -118,10 +136,14 @@ def main() -> None:
         "losses": losses,
         "resumed_from": resumed_from,
         "rate": scheduler.get_last_lr(),
+        "scaler": made.scaler.state_dict(),
         "path": report and report.path,
     }
-    torch.save(outcome, options.directory / f"outcome-{os.environ['RANK']}.pt")
-    made.end_training()
+
+
+def main() -> None:
+    options = parse()
+    torch.save(train(options), options.directory / f"outcome-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

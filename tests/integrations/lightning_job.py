@@ -31,16 +31,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--package", default="lightning.pytorch")
-    parser.add_argument("--strategy", default="auto", help="auto, ddp or fsdp")
+    parser.add_argument("--strategy", default="auto", help="auto, ddp, ddp-all or fsdp")
     parser.add_argument("--kill-at", type=int, help="the step in whose save each rank that saves kills itself")
     parser.add_argument(
         "--kill-in", default="step", choices=["step", "last"], help="the save of step=N.ckpt or last.ckpt"
     )
     parser.add_argument("--save-last", default="True", choices=["True", "link"])
+    parser.add_argument("--own-order", action="store_true", help="each rank has another order of the data")
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
     pl = importlib.import_module(options.package)
-    from treeckpt.integrations.lightning import TreeckptIO, TreeckptModelParallel
+    from treeckpt.integrations.lightning import TreeckptDDP, TreeckptIO, TreeckptModelParallel
 
     class IO(TreeckptIO):
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -102,6 +103,7 @@ def main() -> None:
     strategy = {
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
+        "ddp-all": lambda: TreeckptDDP(io=IO()),
         "fsdp": lambda: TreeckptModelParallel(**sizes, io=IO()),
     }[options.strategy]()
     trainer = pl.Trainer(
@@ -118,7 +120,8 @@ def main() -> None:
     )
     torch.manual_seed(1 + int(os.environ["RANK"]))
     data: Any = torch.arange(5)
-    order = RandomSampler(data, generator=torch.Generator().manual_seed(7))
+    seed = 7 + (int(os.environ["RANK"]) if options.own_order else 0)
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
     loader: Any = StatefulDataLoader(data, batch_size=1, sampler=order, generator=torch.Generator())
     module = Module(33)
     trainer.fit(module, loader, ckpt_path="last", weights_only=None)

@@ -17,6 +17,7 @@ from typing import Any
 os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
 os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "300"  # on a busy machine
 
+import pyarrow.fs
 import ray
 import ray.train
 import ray.train.torch
@@ -63,7 +64,7 @@ def train(config: dict[str, Any]) -> None:
                     tc_ray.report({"loss": losses[step]}, manager, step, tc.training.state(net, optimizer))
                     if dies:
                         killed.touch()
-                        wait_for_shard_of_rank_0(manager.path(step))
+                        wait_for_shard_of_rank_0(f"step_{step:08}")
     weights: dict[str, Any] = net.state_dict()
     outcome = {
         "weights": {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in weights.items()},
@@ -96,8 +97,10 @@ def backward(net: torch.nn.Module, position: int) -> float:
     return loss.item()
 
 
-def wait_for_shard_of_rank_0(directory: str) -> None:
-    while not list(Path(directory).glob("shard-00000-of-00002.*")):
+def wait_for_shard_of_rank_0(name: str) -> None:
+    storage: Any = ray.train.get_context().get_storage()
+    there = pyarrow.fs.FileSelector(f"{storage.experiment_fs_path}/{name}", allow_not_found=True)
+    while not any("/shard-00000-of-00002." in one.path for one in storage.storage_filesystem.get_file_info(there)):
         time.sleep(0.01)
 
 
@@ -108,6 +111,7 @@ def main() -> None:
     parser.add_argument("workers", type=int)
     parser.add_argument("--kill-at", type=int, help="the step whose save rank 1 does not survive")
     parser.add_argument("--request-at", type=int, help="the step at which a save is requested")
+    parser.add_argument("--storage", help="of Ray, instead of the directory: the URL of a bucket")
     parser.add_argument("--failures", type=int, default=0, help="after which Ray starts the workers again")
     options = parser.parse_args()
     cluster = Cluster(initialize_head=True, connect=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -119,7 +123,7 @@ def main() -> None:
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers),
         run_config=ray.train.RunConfig(
             name="run",
-            storage_path=str(options.directory),
+            storage_path=options.storage or str(options.directory),
             failure_config=ray.train.FailureConfig(max_failures=options.failures),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.helpers.framework_job import launch
+from tests.helpers.framework_job import launch, writers_stopped
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the library
 STEPS = 9
 KILLED_AT = 8
 """The step in whose save a run is killed: three steps into an epoch of five, the save before is one step into it."""
@@ -70,15 +74,36 @@ def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) ->
         assert other["resumed_from"] == begins
         losses |= other["losses"]
     assert losses == {step: loss for step, loss in one["losses"].items() if step[0] >= 6} and len(losses) == 6
-    assert one["rate"] == other["rate"]
+    assert one["rate"] == other["rate"] and one["scaler"] == other["scaler"]
     assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
     runs = [tc.Manager(tmp_path / name / "checkpoints", name="checkpoint_{step}") for name in ("whole", "killed")]
     assert runs[0].steps() == runs[1].steps() == [2, 3]
 
 
-@pytest.mark.slow
+def test_killed_inside_a_save_a_run_goes_on_from_the_one_before_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", minversion="1.15")
+    from tests.integrations import accelerate_job as job
+
+    @contextlib.contextmanager
+    def copied() -> Iterator[None]:
+        """Copies the run's directory inside the save in the body, as a kill leaves it."""
+        with writers_stopped():
+            yield
+            shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+
+    one = job.train(job.parse([f"{tmp_path / 'whole'}", f"{STEPS}", "--dropout", "0.5", "--kill-at", "8"]), copied)
+    assert tc.exists(tmp_path / "killed/checkpoints/checkpoint_2")
+    assert (tmp_path / "killed/checkpoints/checkpoint_3").exists()
+    assert not tc.exists(tmp_path / "killed/checkpoints/checkpoint_3")
+    other = job.train(job.parse([f"{tmp_path / 'killed'}", f"{STEPS}", "--dropout", "0.5"]))
+    assert other["resumed_from"] == 6 and one["scaler"]["scale"] > 4
+    assert other["losses"] == {step: loss for step, loss in one["losses"].items() if step[0] >= 6}
+    assert [one[key] == other[key] for key in ("rate", "scaler")] == [True, True]
+    assert all(torch.equal(other["weights"][key], weight) for key, weight in one["weights"].items())
+
+
 def test_states_go_to_a_directory_and_come_back_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="`make test-frameworks` installs it")
+    pytest.importorskip("accelerate", minversion="1.15")
     from treeckpt.integrations.accelerate import TreeckptAccelerator
 
     made = TreeckptAccelerator(cpu=True)

@@ -37,6 +37,8 @@ JOBS = (
     Job("auto", 1, 1, "pytorch_lightning", ("--dropout", "0.5")),
     Job("auto", 1, 1, options=("--dropout", "0.5", "--save-last", "link")),
     Job("ddp", options=("--dropout", "0.5", "--kill-in", "last")),
+    Job("ddp-all", options=("--dropout", "0.5", "--own-order")),
+    Job("ddp-all", 2, 1, options=("--kill-in", "last")),
     Job("fsdp", 2, 2, "pytorch_lightning", ("--dropout", "0.5")),
     Job("fsdp", 2, 1, options=("--kill-in", "last")),
     Job("fsdp", 1, 2),
@@ -75,6 +77,9 @@ def test_a_run_killed_in_a_save_resumes_bit_for_bit(job: Job, tmp_path: Path) ->
     assert {name.replace("-v1", "") for name in kept} == {Path(path).name for path in one["kept"]}
     assert all(tc.verify(tmp_path / "killed" / name).ok for name in kept)
     assert not (tmp_path / "killed" / "step=2.ckpt").exists(), "Lightning has removed it"
+    saving = 1 if job.strategy == "ddp" else job.ranks
+    for step in one["kept"]:
+        assert len(list(Path(step).glob("shard-*"))) == saving
     link = "link" in job.options
     assert all(path.is_symlink() == link for path in (tmp_path / "whole").glob("last*"))
 

@@ -95,6 +95,43 @@ def test_an_export_is_the_file_that_peft_writes_and_loads(peft: Any, tmp_path: P
     assert torch.equal(_logits(loaded), _logits(model))
 
 
+def test_adalora_goes_on_bit_for_bit_and_exports_the_ranks_that_were_saved(peft: Any, tmp_path: Path) -> None:
+    from treeckpt.integrations.peft import AdaLoraRanks, export, peft_state
+
+    def adalora() -> tuple[Any, torch.optim.Optimizer]:
+        schedule: dict[str, Any] = {"init_r": 6, "target_r": 2, "total_step": 10, "tinit": 1, "tfinal": 2, "deltaT": 1}
+        config = peft.AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, **schedule)
+        model = peft.get_peft_model(_model().train(), config)
+        return model, torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=0.1)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+        loss = _train_step(model, optimizer)
+        model.base_model.update_and_allocate(number)
+        return loss
+
+    model, optimizer = adalora()
+    with pytest.raises(tc.TreeckptError, match=r"AdaLoraRanks\(model\)"):
+        peft_state(model, optimizer)
+    losses = list[float]()
+    for number in range(1, 12):
+        losses.append(step(model, optimizer, number))
+        tc.save(tmp_path / f"{number}", peft_state(model, optimizer, extra={"adalora": AdaLoraRanks(model)}))
+        before = AdaLoraRanks(model).state_dict()["patterns"]
+        model.save_pretrained(tmp_path / f"own-{number}")
+        assert AdaLoraRanks(model).state_dict()["patterns"] == before
+    for number in (1, 6, 9):  # before it takes ranks away, while it does, and after that
+        other, others = adalora()
+        ranks = {"adalora": AdaLoraRanks(other)}
+        tc.training.restore(tmp_path / f"{number}", other, others, strict="missing", extra=ranks)
+        assert [step(other, others, at) for at in range(number + 1, 12)] == losses[number:]
+        export(tmp_path / f"{number}", other, tmp_path / f"ours-{number}")
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            written = [(tmp_path / f"{who}-{number}" / name).read_bytes() for who in ("own", "ours")]
+            assert written[0] == written[1]
+    loaded = peft.PeftModel.from_pretrained(_model(), tmp_path / "ours-9")
+    assert loaded.base_model.model.transformer.h[0].attn.c_attn.lora_A["default"].shape[0] < 6
+
+
 def test_adapters_that_are_not_active_are_saved_and_exported_too(peft: Any, tmp_path: Path) -> None:
     from treeckpt.integrations.peft import export, peft_state
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.s3 import S3
 
 ROOT = Path(__file__).parents[2]
 STEPS = 7
@@ -33,11 +34,15 @@ def outcomes(directory: Path) -> list[dict[str, Any]]:
     return [torch.load(path) for path in sorted(directory.glob("outcome-*.pt"))]
 
 
-def listed_by_ray(directory: Path) -> list[str]:
+def listed_by_ray(storage: Path | str) -> list[str]:
     """The checkpoints in the list that Ray keeps beside them."""
-    if not (directory / SNAPSHOT).exists():
+    from pyarrow.fs import FileSystem
+
+    files, place = FileSystem.from_uri(str(storage))
+    if not files.get_file_info(f"{place}/{SNAPSHOT}").is_file:
         return []
-    return [one["checkpoint_dir_name"] for one in json.loads((directory / SNAPSHOT).read_text())["checkpoint_results"]]
+    with files.open_input_stream(f"{place}/{SNAPSHOT}") as stream:
+        return [one["checkpoint_dir_name"] for one in json.loads(stream.read())["checkpoint_results"]]
 
 
 def check_same(whole: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
@@ -74,3 +79,29 @@ def test_a_run_killed_inside_a_save_resumes_bit_for_bit(tmp_path: Path) -> None:
     (one,) = outcomes(tmp_path / "fewer")
     check_same(whole, one, 4)
     assert listed_by_ray(tmp_path / "fewer") == [unfinished.name, "step_00000007"] and tc.verify(unfinished).ok
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_that_is_killed_inside_a_save_resumes_bit_for_bit(
+    tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="`make test-frameworks` installs it")
+    # The proxy of the tests does not understand how pyarrow uploads.
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3.port}")
+    buckets = {name: s3.url(name) for name in ("whole", "killed")}
+    job = launch(tmp_path / "whole", 2, "--storage", buckets["whole"])
+    assert job.returncode == 0, job.stdout
+    whole, _ = outcomes(tmp_path / "whole")
+    assert listed_by_ray(buckets["whole"]) == ["step_00000004", "step_00000006"]  # num_to_keep=2
+    assert tc.Manager(f"{buckets['whole']}/run").steps() == [4, 6]
+
+    killed = launch(tmp_path / "killed", 2, "--storage", buckets["killed"], "--kill-at", "6")
+    assert killed.returncode != 0 and (tmp_path / "killed/killed").exists(), killed.stdout
+    unfinished = f"{buckets['killed']}/run/step_00000006"
+    assert tc.exists(f"{buckets['killed']}/run/step_00000004") and not tc.exists(unfinished)
+    assert "step_00000006" not in listed_by_ray(buckets["killed"])
+    fewer = launch(tmp_path / "killed", 1, "--storage", buckets["killed"])
+    assert fewer.returncode == 0, fewer.stdout
+    (one,) = outcomes(tmp_path / "killed")
+    check_same(whole, one, 4)
+    assert "step_00000006" in listed_by_ray(buckets["killed"]) and tc.verify(unfinished).ok

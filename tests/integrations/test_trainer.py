@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -88,6 +88,46 @@ def test_killed_inside_a_save_a_run_goes_on_from_the_step_before_bit_for_bit(job
     resumed = _train(job, tmp_path / "killed", resume=True)
     assert _is_continued(resumed, whole, 5)
     assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(_mean_loss(whole, 5))
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before", "within"])
+def test_weights_that_a_killed_process_has_not_made_are_made_when_it_resumes(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    from treeckpt.integrations.transformers import _hub_weights, _trainer
+
+    class Copied(_hub_weights.HubWeights):
+        """Copies the run's directory before or after it makes the weights of the last step, as a kill leaves it."""
+
+        def _write(self, source: Path, destination: Path) -> None:
+            if made:
+                super()._write(source, destination)
+            if source.name == "checkpoint-10":
+                shutil.copytree(source.parent, run)
+            if not made:
+                super()._write(source, destination)
+
+    run = tmp_path / "killed" / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(_trainer, "HubWeights", Copied)
+        whole = _train(job, tmp_path / "whole")
+    assert tc.exists(run / "checkpoint-10") and not (run / "checkpoint-10" / "model.safetensors").exists()
+    resumed = _train(job, tmp_path / "killed", resume=True)
+    assert _is_continued(resumed, whole, 10)
+    for step in (5, 10, STEPS):
+        names = {path.name for path in (run / f"checkpoint-{step}").iterdir()}
+        assert "model.safetensors" in names and not any(name.startswith("weights-") for name in names)
+    loaded, saved = (load_file(one / "checkpoint-10/model.safetensors") for one in (run, tmp_path / "whole" / "run"))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+def test_the_weights_of_deleted_steps_go_in_as_many_files_as_they_are(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeckpt.convert._conversion.SHARD_NBYTES", 10_000)
+    _train(job, tmp_path, save_total_limit=1)
+    [step] = (tmp_path / "run").iterdir()
+    assert step.name == f"checkpoint-{STEPS}" and (step / "model.safetensors.index.json").exists()
 
 
 def _mean_loss(trainer: Any, step: int) -> float:
@@ -172,6 +212,39 @@ def test_adapters_are_saved_without_their_base_and_resume_bit_for_bit(job: Any, 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
 
 
+@pytest.mark.slow
+def test_incremental_steps_have_what_is_trained_alone_also_after_a_restart(job: Any, tmp_path: Path) -> None:
+    """By one line: `manager_options`."""
+    peft = pytest.importorskip("peft")
+
+    class Incremental(job.Recorded):
+        manager_options: ClassVar[Any] = {"incremental": True}
+
+    def adapted() -> Any:
+        model = job.language_model(n_embd=256)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))
+        model.add_adapter("other", peft.LoraConfig(r=256, target_modules=["c_proj"], fan_in_fan_out=True))
+        return model
+
+    def nbytes(name: str, step: int) -> int:
+        return sum(path.stat().st_size for path in (tmp_path / name / f"run/checkpoint-{step}").glob("shard-*"))
+
+    whole = _train(job, tmp_path / "whole", model=adapted())
+    _train(job, tmp_path / "part", Incremental, model=adapted())
+    for step in (10, STEPS):
+        shutil.rmtree(tmp_path / f"part/run/checkpoint-{step}")
+    resumed = _train(job, tmp_path / "part", Incremental, model=adapted(), resume=True)
+    assert _is_continued(resumed, whole, 5)
+    sizes = [(one.numel(), one.requires_grad) for name, one in whole.model.named_parameters() if "lora_" in name]
+    trained, frozen = (4 * sum(size for size, kind in sizes if kind == wanted) for wanted in (True, False))
+    assert nbytes("part", 5) > frozen + 3 * trained > 10 * 3 * trained
+    for step in (10, STEPS):  # parameters and two moments
+        assert 3 * trained < nbytes("part", step) < 1.05 * 3 * trained + 2**15 < nbytes("whole", step)
+        assert tc.verify(tmp_path / f"part/run/checkpoint-{step}").ok
+        opened = load_file(tmp_path / f"part/run/checkpoint-{step}/other/adapter_model.safetensors")
+        assert 4 * sum(tensor.numel() for tensor in opened.values()) == frozen
+
+
 class Launch(NamedTuple):
     """How a job runs."""
 
@@ -185,9 +258,12 @@ LAUNCHES = (
     Launch(1, 1),
     Launch(2, 2),
     Launch(2, 2, ("--fsdp",)),
-    Launch(2, 1, ("--fsdp",)),
+    Launch(2, 1, ("--fsdp", "--no-dropout")),
     Launch(2, 2, ("--lora",)),
     Launch(2, 2, ("--fsdp", "--lora")),
+    Launch(2, 2, ("--scaler",)),
+    Launch(2, 2, ("--adalora",)),
+    Launch(1, 1, ("--lora", "--incremental")),
 )
 
 
@@ -219,11 +295,53 @@ def test_killed_inside_a_save_ranks_go_on_bit_for_bit(tmp_path: Path, launch: La
         assert [step for step, _ in other["losses"]] == [step for step, _ in losses]
         if launch.ranks == launch.resumed:
             assert other["losses"] == losses and other["log"][:-1] == one["log"][:-1]
+            assert other["scaler"] == one["scaler"]
             assert all(torch.equal(other["weights"][name], tensor) for name, tensor in one["weights"].items())
-    file = "adapter_model" if "--lora" in launch.options else "model"
-    opened = load_file(run / f"checkpoint-{STEPS}" / f"{file}.safetensors")
+        else:
+            _check_resharded(tmp_path, launch, other["losses"])
+    opened = load_file(run / f"checkpoint-{STEPS}" / f"{_file(launch.options)}.safetensors")
     saved = {name.replace(".default", ""): tensor for name, tensor in outcomes[0][1]["weights"].items()}
-    assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+    cut = "--adalora" in launch.options  # to the ranks that are left
+    assert opened and (cut or all(torch.equal(saved[name], tensor) for name, tensor in opened.items()))
+
+
+def _file(options: tuple[str, ...]) -> str:
+    return "adapter_model" if {"--lora", "--adalora"} & {*options} else "model"
+
+
+def _check_resharded(directory: Path, launch: Launch, losses: list[tuple[int, float]]) -> None:
+    """Compares the losses of one rank with those of the ranks before, and after the resharding of torch itself."""
+    ranks = [torch.load(directory / "whole" / f"outcome-{rank}.pt")["losses"] for rank in range(launch.ranks)]
+    means = [sum(loss for _, loss in each) / launch.ranks for each in zip(*ranks, strict=True)]
+    assert [loss for _, loss in losses] == pytest.approx(means[-len(losses) :], rel=1e-6)
+    own = _launch(directory / "own", launch.ranks, *launch.options, "--own")
+    assert own.returncode == 0, own.stdout
+    for step in (10, STEPS):
+        shutil.rmtree(directory / "own" / "run" / f"checkpoint-{step}")
+    batch = 2 * launch.ranks // launch.resumed
+    own = _launch(directory / "own", launch.resumed, *launch.options, "--own", "--batch", f"{batch}")
+    assert own.returncode == 0, own.stdout
+    assert torch.load(directory / "own" / "outcome-0.pt")["losses"] == losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [("1",), ("2",), ("1", "--lora"), ("2", "--lora"), ("3", "--lora")], ids="-".join)
+def test_killed_inside_the_export_of_a_step_it_opens_with_from_pretrained_after_the_resume(
+    tmp_path: Path, kill: tuple[str, ...]
+) -> None:
+    options = kill[1:]
+    killed = _launch(tmp_path / "killed", 1, *options, "--kill-in-export", *kill)
+    assert "SIGKILL" in killed.stdout, killed.stdout
+    run, weights = tmp_path / "killed" / "run", "adapter_model.safetensors" if options else "model.safetensors"
+    assert tc.exists(run / "checkpoint-10") and not (run / f"checkpoint-{STEPS}" / weights).exists()
+    resumed = _launch(tmp_path / "killed", 1, *options)
+    assert resumed.returncode == 0, resumed.stdout
+    for step in (5, 10, STEPS):
+        folder = run / f"checkpoint-{step}"
+        opened = load_file(folder / weights)
+        saved = {name.replace(".default", ""): tensor for name, tensor in tc.load(folder)["model"].items()}
+        assert opened and all(torch.equal(saved[name], tensor) for name, tensor in opened.items())
+        assert not list(folder.glob("weights-*")) and (folder / "other").is_dir() == bool(options)
 
 
 def _outcomes(directory: Path, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def language_model() -> Any:
+def language_model(**options: int) -> Any:
     """Returns a small GPT-2 with dropout."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, **options}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss")
     return transformers.GPT2LMHeadModel(config)
 
@@ -49,6 +51,21 @@ def adapted(model: Any) -> Any:
     )
     model.add_adapter("other", peft.LoraConfig(target_modules=["c_proj"], fan_in_fan_out=True))
     return model
+
+
+def adapted_by_adalora(model: Any) -> Any:
+    """Returns a model of PEFT whose adapter loses ranks in steps 2 to 9, see `AllocatesRanks`."""
+    import peft
+
+    schedule: dict[str, Any] = {"init_r": 6, "target_r": 2, "total_step": 12, "tinit": 1, "tfinal": 3, "deltaT": 1}
+    return peft.get_peft_model(model, peft.AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, **schedule))
+
+
+class AllocatesRanks(transformers.TrainerCallback):
+    """Has AdaLoRA allocate its ranks after each step."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        given["model"].base_model.update_and_allocate(state.global_step + 1)
 
 
 def arguments_of(directory: Path, steps: int, **options: Any) -> transformers.TrainingArguments:
@@ -87,6 +104,11 @@ def use_fsdp2(trainer: Any) -> None:
     trainer.is_fsdp_enabled = True
 
 
+def use_scaler(trainer: Any) -> None:
+    """Gives a Trainer a scaler whose scale grows until gradients overflow, when the step is skipped."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**62, growth_interval=2)
+
+
 class RecordedLosses:
     """A Trainer that keeps the loss of every micro-batch, and can die inside a save."""
 
@@ -116,20 +138,52 @@ class RecordedOwn(RecordedLosses, transformers.Trainer):
     """As the Trainer saves itself."""
 
 
+def kill_in_export(step: int, at: int) -> None:
+    """Kills this process where it is about to make a directory or file of a step's weights for `from_pretrained`."""
+    reached = 0
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        nonlocal reached
+        if event in ("tempfile.mkdtemp", "os.rename") and f"checkpoint-{step}/weights-" in str(given[0]):
+            reached += 1
+            if reached == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("steps", type=int)
     parser.add_argument("--kill-in", type=int, help="the step in whose save each rank kills itself")
+    parser.add_argument("--kill-in-export", type=int, help="which of the effects that make the weights of step 10")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--adalora", action="store_true")
+    parser.add_argument("--scaler", action="store_true", help="of gradients, which often overflow")
+    parser.add_argument("--incremental", action="store_true")
+    parser.add_argument("--no-dropout", action="store_true")
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
     options = parser.parse_args()
-    model = adapted(language_model()) if options.lora else language_model()
-    args = arguments_of(options.directory, options.steps, per_device_train_batch_size=options.batch)
+    if options.kill_in_export:
+        kill_in_export(2 * SAVED_EVERY, options.kill_in_export)
+    model = language_model()
+    for module in model.modules() if options.no_dropout else ():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model = adapted(model) if options.lora else adapted_by_adalora(model) if options.adalora else model
+    given: dict[str, Any] = {"max_grad_norm": 0.0} if options.scaler else {}  # Accelerate unscales for autocast alone
+    args = arguments_of(options.directory, options.steps, per_device_train_batch_size=options.batch, **given)
     kind: Any = RecordedOwn if options.own else Recorded
     trainer = kind(model=model, args=args, train_dataset=Tokens(), kill_in=options.kill_in)
+    if options.adalora:
+        trainer.add_callback(AllocatesRanks())
+    if options.incremental:
+        trainer.manager_options = {"incremental": True}
+    if options.scaler:
+        use_scaler(trainer)
     if options.fsdp:
         use_fsdp2(trainer)
     trainer.train(resume_from_checkpoint=any((options.directory / "run").glob("*/trainer_state.json")))
@@ -137,6 +191,7 @@ def main() -> None:
         "weights": {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in trainer.model.state_dict().items()},
         "losses": trainer.losses,
         "log": trainer.state.log_history,
+        "scaler": trainer.accelerator.scaler and trainer.accelerator.scaler.state_dict(),
     }
     torch.save(outcome, options.directory / f"outcome-{os.environ['RANK']}.pt")
 

@@ -1,7 +1,11 @@
-"""Lightning (2.6 or later) on treeckpt: a plugin that saves and loads, and a strategy whose ranks all save.
+"""Lightning (2.6 or later) on treeckpt: a plugin that saves and loads, and strategies whose ranks all save.
 
     trainer = Trainer(plugins=[TreeckptIO()], callbacks=[ModelCheckpoint("run", save_last="link")])
     trainer.fit(module, loader, ckpt_path="last")
+
+With the plugin rank 0 saves alone, and nobody waits for it. `Trainer(strategy=TreeckptDDP())` is DDP in which each rank
+saves its part of what all have, and the places of its own loops and loaders; `TreeckptModelParallel` is the same for
+FSDP2 and tensor parallelism.
 
 It works with `pytorch_lightning` or `lightning_fabric` if the program has imported one, otherwise with `lightning`. A
 checkpoint is a directory of the name that Lightning gives it, in the run of a `Manager`. Saves go on in the background:
@@ -11,130 +15,61 @@ beside it, with a warning. Files that Lightning saved load as before. Like these
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib.util
-import logging
-import os
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import treeckpt as tc
 
-__all__ = ["TreeckptIO", "TreeckptModelParallel", "install"]
-_is_alone = "lightning_fabric" in sys.modules or importlib.util.find_spec("lightning") is None
-_fabric: Any = importlib.import_module("lightning_fabric" if _is_alone else "lightning.fabric")
-_pytorch: Any = importlib.import_module("pytorch_lightning" if _is_alone else "lightning.pytorch")
+from .._core.public_names import publish
+from ._lightning_io import TreeckptIO, install, pytorch
+
+__all__ = ["TreeckptDDP", "TreeckptIO", "TreeckptModelParallel", "install"]
+_Base: Any = pytorch.strategies.Strategy if TYPE_CHECKING else object
 _PARTS = {"state_dict": "model", "optimizer_states": "optimizer"}  # by Lightning's names
 
 
-def install() -> None:
-    """Has `load_from_checkpoint` of modules and data modules take these checkpoints, too; `TreeckptIO` calls it."""
-    saving: Any = importlib.import_module(f"{_pytorch.__name__}.core.saving")
-    if not isinstance(saving.pl_load, partial):
-        saving.pl_load = partial(_load, saving.pl_load)
-
-
-def _load(load: Callable[..., Any], path: Any, map_location: Any = None, **options: Any) -> Any:
-    is_ours = isinstance(path, (str, os.PathLike)) and Path(path).is_dir()
-    return (TreeckptIO().load_checkpoint if is_ours else load)(path, map_location, **options)
-
-
-class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
-    """Saves and loads for a `Trainer` or a `Fabric`, `plugins=[TreeckptIO()]`: rank 0 saves alone, nobody waits for it.
-
-    Args:
-        options: those of `Manager`: `background`; `allow_pickle=True`, also to load, for unknown kinds of values.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        install()
-        self.options, self._managers = {"comm": "alone", "keep": None} | options, dict[str, tc.Manager]()
-        self._to_remove = list[str]()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise TypeError(f"expected no storage_options, but options of {type(self).__name__}: {self.options}")
-        manager, name = self._settle(path, os.path.abspath)
-        manager.count = checkpoint.get("global_step", 0)
-        manager.save(name, {**checkpoint})
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None, **options: Any) -> Any:
-        if Path(path).is_file():
-            return super().load_checkpoint(path, map_location, weights_only=weights_only)
-        if not callable(map_location) and not isinstance(map_location, dict):
-            options["device"] = map_location
-        return self.restore(path, lambda opened: None, **options)
-
-    def restore(self, path: Any, fill: Callable[[Any], object], **options: Any) -> dict[str, Any]:
-        """Calls a function with the opened checkpoint, or the newest if its save was killed, and loads it as a dict."""
-        manager, name = self._settle(path, os.path.realpath)
-        began = os.path.lexists(path) and not tc.exists(manager.path(name))
-        take, pickles = tc.Fallback(per_rank="take"), self.options.get("allow_pickle", False)
-        with manager.open(None if began and manager.names() else name) as opened:
-            assert opened is not None, "an error otherwise"
-            if opened.step != name:
-                logging.getLogger("treeckpt").warning("%s was never finished; %s is loaded", path, opened.path)
-            fill(opened)
-            tree = opened.load(fallback=take, allow_pickle=pickles, **options)
-        return {key: part.value if isinstance(part, tc.PerRank) else part for key, part in tree.items()}
-
-    def remove_checkpoint(self, path: Any) -> None:
-        if (file := Path(path)).is_file() or file.is_symlink():
-            file.unlink()
-        else:
-            self._to_remove.append(os.fspath(path))
-
-    def teardown(self) -> None:
-        """Waits for all saves, and raises the error of one that failed."""
-        while self._managers:
-            self._managers.popitem()[1].__exit__(*sys.exc_info())
-        self._remove()
-
-    def _settle(self, path: Any, resolve: Callable[[Any], str]) -> tuple[tc.Manager, str]:
-        """Waits for the saves before, and returns the manager of the directory above a path, and the name in it."""
-        for manager in self._managers.values():
-            manager.wait()
-        self._remove()
-        above, name = os.path.split(path if "://" in str(path) else resolve(path))
-        if above not in self._managers:
-            self._managers[above] = tc.Manager(above, **self.options)
-        return self._managers[above], name
-
-    def _remove(self) -> None:
-        while self._to_remove:
-            if tc.exists(path := self._to_remove.pop()):
-                with contextlib.suppress(tc.CheckpointError):  # it is pinned, or being read
-                    tc.delete(path)
-
-
-class TreeckptModelParallel(_pytorch.strategies.ModelParallelStrategy):
-    """FSDP2 and tensor parallelism: each rank saves what it has, and a checkpoint restores into any other mesh."""
+class _SavesOnAllRanks(_Base):
+    """What strategies have in common whose ranks save together: put before that of Lightning."""
 
     def __init__(self, *arguments: Any, io: TreeckptIO | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.checkpoint_io = io or TreeckptIO()
         self.checkpoint_io.options["comm"] = None
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves parameters and DTensors of all ranks, the loops and loaders of each, and what else rank 0 has."""
+        state = copy.copy(checkpoint["state_dict"])
+        own = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        state |= {k: tc.FromRank(v) for k, v in state.items() if k not in own and not isinstance(v, DTensor)}
+        tree = {k: tc.FromRank(v) if isinstance(v, dict) else v for k, v in checkpoint.items()}
+        tree |= {"state_dict": state, "loops": tc.PerRank(checkpoint["loops"])}
+        self.checkpoint_io.save_checkpoint(tree, self.broadcast(filepath), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()
+
+
+class TreeckptDDP(_SavesOnAllRanks, pytorch.strategies.DDPStrategy):
+    """DDP: each rank saves its part, `io` says how; a checkpoint restores on any number of ranks."""
+
+
+class TreeckptModelParallel(_SavesOnAllRanks, pytorch.strategies.ModelParallelStrategy):
+    """FSDP2 and tensor parallelism: each rank saves what it has, and a checkpoint restores into any other mesh."""
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves parameters and DTensors of all ranks, the loops and loaders of each, and what else rank 0 has."""
-        state, own = copy.copy(checkpoint["state_dict"]), dict(self.model.named_parameters(remove_duplicate=False))
-        state |= {k: tc.FromRank(v) for k, v in state.items() if k not in own and not isinstance(v, DTensor)}
-        tree = {k: tc.FromRank(v) if isinstance(v, dict) else v for k, v in checkpoint.items()}
-        tree |= {"state_dict": state, "loops": tc.PerRank(checkpoint["loops"])}
-        self.checkpoint_io.save_checkpoint(tree, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
@@ -145,6 +80,5 @@ class TreeckptModelParallel(_pytorch.strategies.ModelParallelStrategy):
         rest = self.checkpoint_io.restore(path, fill, exclude=[*_PARTS])
         return {key: part for key, part in rest.items() if key not in _PARTS}
 
-    def teardown(self) -> None:
-        super().teardown()
-        self.checkpoint_io.teardown()
+
+publish(__name__, __all__, globals())

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_gather
 
 import treeckpt as tc
 
-from ._step_files import is_peft
+from ._step_files import SAVE_ONLY_MODEL, adalora_ranks, is_peft
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 _log = logging.getLogger("treeckpt")
@@ -42,7 +42,12 @@ class LoadsSteps(_Base):
     def _parts(self) -> dict[str, Any]:
         """Returns what is saved and restored beside the model."""
         extra = {"unlogged": tc.PerRank(self._unlogged), "scaler": getattr(self.accelerator, "scaler", None)}
+        extra |= self._model_parts()["extra"]
         return {"optimizer": self.optimizer, "scheduler": self.lr_scheduler, "extra": extra}
+
+    def _model_parts(self) -> dict[str, Any]:
+        """Returns those of the model alone."""
+        return {"extra": {"adalora": adalora_ranks(self.model)}}
 
     def _open(self, given: Any) -> Any:
         """Opens the checkpoint to resume, if it is one of treeckpt; returns its path, or else what is given."""
@@ -63,8 +68,8 @@ class LoadsSteps(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._opened is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        parts: dict[str, Any] = {}
-        if self._opened.custom_metadata.get("save_only_model"):
+        parts = self._model_parts()
+        if self._opened.custom_metadata.get(SAVE_ONLY_MODEL):
             _log.warning("%s is of the model alone: optimizer, scheduler and generators start anew", self._opened.path)
         else:
             self._unlogged = {"loss": torch.zeros(()), "since": 0}
@@ -89,5 +94,6 @@ class LoadsSteps(_Base):
     def _load_best_model(self) -> None:
         if not tc.exists(path := self.state.best_model_checkpoint):
             return super()._load_best_model()
-        tc.training.restore(path, self.model, rng=False, extra=False, strict=self._strict)
+        extra = self._model_parts()["extra"] if is_peft(self.model) else False
+        tc.training.restore(path, self.model, rng=False, extra=extra, strict=self._strict)
         return None

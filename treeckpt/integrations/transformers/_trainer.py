@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from types import MappingProxyType
 from typing import Any
 
 from transformers import Trainer
 
 import treeckpt as tc
 
+from ._hub_weights import HubWeights
 from ._loads import LoadsSteps
-from ._step_files import HubWeights, config_files, logged_metrics, state_file, state_function
+from ._step_files import SAVE_ONLY_MODEL, config_files, logged_metrics, state_file, state_function
 
 BEST = "best_metric"
 """A metric of the steps at which `metric_for_best_model` was better than before."""
@@ -23,17 +25,20 @@ class TreeckptMixin(LoadsSteps):
     `from_pretrained` opens, come later: at the end of `train` at the latest.
     """
 
+    manager_options: Any = MappingProxyType({})
+    """A dict with options of `treeckpt.Manager`, as `{"incremental": True}`: set it before `train`."""
     _weights: Any = None
     """On rank 0, the `HubWeights`."""
     _is_warm = False
 
     def make_manager(self, run: str) -> tc.Manager:
-        """Returns the manager of a run's directory; override it to give it other options."""
+        """Returns the manager of a run's directory."""
         keep: Any = self.args.save_total_limit or None
         if keep and self.args.metric_for_best_model and self.args.eval_strategy != "no":
             best = tc.policy.Best(BEST, mode="max" if self.args.greater_is_better else "min")
             keep = tc.policy.Total(max(keep, 2), including=best)
-        return tc.Manager(run, name="checkpoint-{step}", keep=keep)
+        options: Any = {"name": "checkpoint-{step}", "keep": keep, **self.manager_options}
+        return tc.Manager(run, **options)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **options: Any) -> Any:
         """Trains as `transformers.Trainer.train` does.
@@ -67,12 +72,14 @@ class TreeckptMixin(LoadsSteps):
         if not self._is_warm:  # the optimizer has its state now
             self._is_warm, self._configs = True, config_files(self)
             tc.prewarm(self._training_state())
+        if self._weights is not None:
+            self._weights.repair()
         super()._maybe_log_save_evaluate(*args, **options)
 
     def _training_state(self) -> dict[str, Any]:
         loss: Any = self._tr_loss
         self._unlogged = {"loss": loss.detach(), "since": self._globalstep_last_logged}
-        parts = {"rng": False} if self.args.save_only_model else self._parts()
+        parts = {"rng": False, **self._model_parts()} if self.args.save_only_model else self._parts()
         return state_function(self.model)(self.model_wrapped, **parts)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -85,8 +92,8 @@ class TreeckptMixin(LoadsSteps):
             state.best_model_checkpoint, metrics[BEST] = path, state.best_metric
         if self._weights is not None:
             files = {**self._configs, "trainer_state.json": state_file(self)}
-            self._weights.clear(path)
-        kind = {"save_only_model": self.args.save_only_model}
+            self._weights.replace(path)
+        kind = {SAVE_ONLY_MODEL: self.args.save_only_model}
         saved = self._manager.save(step, self._training_state(), metrics=metrics, files=files, custom_metadata=kind)
         if self._weights is not None:
             self._weights.add(step, saved)
