@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.crash.interleaved_actions import Action
+from tests.crash.interleaved_actor import changes
 from tests.crash.interleaved_cases import Case
 from treeckpt._core.format.files import step_name
 
@@ -127,6 +128,17 @@ def _took(record: Record, who: int, step: int, save_id: str) -> bool:
     return record.far and taken and step_name(step) not in record.told[who].get("left", ())
 
 
+def _stays(record: Record, step: int, at: int, who: int, save_id: str) -> bool:
+    """Whether what somebody has published may keep a save replaced that was there before.
+
+    One that was stopped for too long, and has failed, puts that back, unless a clean-up has taken its files meanwhile.
+    """
+    if "error" not in record.told.get(who, {}):
+        return True
+    operations = [data for actor, what, data in record.events[at:] if what == "op" and actor != who]
+    return any(changes(one) and f"{step_name(step)}/" in one and save_id in one for one in operations)
+
+
 def _saves(record: Record, step: int) -> list[str]:
     """No committed save of a step is missing, unless a later one or a deletion has taken its place."""
     found: list[str] = []
@@ -135,11 +147,12 @@ def _saves(record: Record, step: int) -> list[str]:
     for number, (_, save_id, _) in enumerate(commits):
         if save_id is None or save_id == end.get("save_id") or save_id in [one for _, one, _ in commits[:number]]:
             continue
-        next_one, by = commits[number + 1][1:] if number + 1 < len(commits) else (None, -1)
-        if next_one is None and by == commits[number][2] and "error" in record.told.get(by, {}):
+        by = commits[number + 1][2] if number + 1 < len(commits) else -1
+        if by == commits[number][2] and "error" in record.told.get(by, {}):
             continue  # it has taken its own index back, and says so
-        later = [(one, who) for _, one, who in commits[number + 1 :] if one not in (None, save_id)]
-        if any(_may_overwrite(record, who) for _, who in later) or _entitled(record, step, save_id):
+        later = [(at, who) for at, one, who in commits[number + 1 :] if one not in (None, save_id)]
+        replaced = any(_may_overwrite(record, who) and _stays(record, step, at, who, save_id) for at, who in later)
+        if replaced or _entitled(record, step, save_id):
             continue
         found.append(f"lost: the save {save_id} of step {step} was committed and is missing")
     for who, told in record.told.items():

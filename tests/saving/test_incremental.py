@@ -14,6 +14,7 @@ import torch
 
 import treeckpt as tc
 from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
+from tests.helpers.stopped import stopping
 from tests.helpers.world import on_ranks
 from treeckpt._arrays.base import LazyArray
 from treeckpt._cli.main import main
@@ -22,6 +23,9 @@ from treeckpt._core.sharding.int_runs import decode_runs
 from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._io.storage.local_store import LocalStore
+from treeckpt._io.storage.store import Store
+from treeckpt._loading.flatten import flatten_store
 from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._saving.incremental import KnownFiles
 
@@ -269,6 +273,23 @@ def test_a_checkpoint_whose_shared_file_is_damaged_is_not_flattened(
     before = sorted(path.iterdir())
     assert main(["flatten", str(path)]) == 1
     assert sorted(path.iterdir()) == before
+
+
+def test_where_copies_go_as_an_index_is_published_that_names_them_the_one_before_is_back(
+    shared: tuple[Path, dict[str, Any]],
+) -> None:
+    path, tree = shared
+    before = (path / INDEX_NAME).read_bytes()
+
+    def clean_up(store: Store) -> None:
+        for name in store.sizes():
+            if name.startswith("shard-00000.001"):
+                store.delete(name)
+
+    with pytest.raises(tc.CheckpointError, match="took this process for an ended one"):
+        flatten_store(stopping(LocalStore, clean_up)(path))
+    assert (path / INDEX_NAME).read_bytes() == before
+    assert_same(path, tree)
 
 
 def test_where_a_file_of_the_base_is_lost_all_is_written(

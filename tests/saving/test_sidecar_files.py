@@ -15,6 +15,7 @@ from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import MAX_SIDECAR_NBYTES, MAX_SIDECARS, parse_file_name, stored_name
 from treeckpt._io.comm.comm import Comm
+from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_store
 
 TREE = {"w": np.arange(1000.0)}
@@ -72,6 +73,21 @@ def test_other_programs_open_them_under_their_plain_names(path: str) -> None:
     tc.save(path, TREE, files={"config.json": b"{}"}, overwrite=True)
     tc.delete(path)
     assert not store.sizes()
+
+
+def test_a_save_that_was_stopped_until_its_checkpoint_was_deleted_leaves_no_copy(tmp_path: Path) -> None:
+    class Stopped(LocalStore):
+        """The process is stopped before the file gets its plain name, once the index is there."""
+
+        def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+            for own in filter(parse_file_name, self.sizes()):
+                self.delete(own)
+            super().publish_copy(name, data, of=of)
+
+    tc.save(tmp_path, TREE, files={"config.json": b"{}"})
+    (tmp_path / "of others").touch()
+    tc.save(Stopped(tmp_path), TREE, files={"config.json": b"[]"}, overwrite=True)
+    assert [one.name for one in tmp_path.iterdir() if parse_file_name(one.name) is None] == ["of others"]
 
 
 @pytest.mark.parametrize("before", [{}, {"config.json": b"{}"}])

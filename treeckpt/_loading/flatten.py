@@ -9,7 +9,6 @@ clean-up.
 from __future__ import annotations
 
 import secrets
-from functools import partial
 
 import msgspec
 
@@ -22,6 +21,7 @@ from .._io.storage.checkpoint import Checkpoint, header_here, replaced_meanwhile
 from .._io.storage.deletions import hold_for_repair, index_state
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.memory import aligned_buffer
+from .._io.storage.published_index import check_still_there, error_of_gone_files
 from .._io.storage.shard_reader import check_blocks, read_header
 from .._io.storage.store import Store
 from ..errors import CheckpointError
@@ -60,32 +60,24 @@ def _publish(store: Store, before: bytes, index: Index) -> None:
     """Replaces the index that was read, in one step.
 
     Raises:
-        CheckpointError: there is another one, or copies are missing, which a clean-up took where this process was
-            stopped for minutes.
+        CheckpointError: there is another one, or copies are gone, which a clean-up took where this process was stopped
+            for minutes, or as `hold_for_repair`.
     """
 
-    def check(expected: bytes) -> None:
-        if index_state(store) != expected:
+    def check() -> None:
+        if index_state(store) != before:
             raise replaced_meanwhile(store)
-        sizes = store.sizes()
-        if missing := [file.name for file in index.own_files if sizes.get(file.name) != file.header + file.nbytes]:
-            raise CheckpointError(
-                f"{store.url}/{missing[0]}", expected="a copy, made a moment ago", found="none", hint="Flatten it again"
-            )
 
+    data = encode_index(index)
+    if (error := error_of_gone_files(store, index)) is not None:
+        raise error
     with hold_for_repair(store):
-        check(before)
-        data = encode_index(index)
+        check()
         if store.traits.conditional:
             store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
         else:
-            store.publish(INDEX_NAME, data, replace=True, check=partial(check, before))
-        try:
-            check(data)
-        except CheckpointError:
-            if index_state(store) == data:
-                store.publish(INDEX_NAME, before, replace=True)
-            raise
+            store.publish(INDEX_NAME, data, replace=True, check=check)
+    check_still_there(store, data, before)
 
 
 def _copy_shard(checkpoint: Checkpoint, index: Index, file: File, name: str) -> int:

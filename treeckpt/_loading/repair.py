@@ -47,8 +47,9 @@ from .._io.storage.checkpoint import (
     replaced_meanwhile,
     with_shared_files,
 )
-from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id, replace_index
+from .._io.storage.deletions import hold_for_repair, index_state, legible_save_id
 from .._io.storage.memory import aligned_buffer
+from .._io.storage.published_index import replace_index
 from .._io.storage.store import DirectoryEntry, Store, Writer
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
 from ..reports import Repair, VerifyReport

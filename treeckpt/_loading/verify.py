@@ -43,10 +43,11 @@ from .._io.storage.checkpoint import (
     rebuild_from_shards,
     shared_files,
 )
-from .._io.storage.deletions import index_state, legible_save_id, list_leftovers, replace_index
+from .._io.storage.deletions import index_state, legible_save_id, list_leftovers
 from .._io.storage.local_files import too_short
 from .._io.storage.memory import aligned_buffer
 from .._io.storage.plain_names import file_checksum
+from .._io.storage.published_index import replace_index
 from .._io.storage.shard_reader import ArrivingBlocks, OpenedShard, check_missing, elsewhere, matches, open_shard
 from .._io.storage.store import FETCH_MEMORY, Store, for_each
 from .._io.timing import Recorder

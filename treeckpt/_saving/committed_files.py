@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from .._core.format.files import parse_file_name, stored_name
-from .._core.format.records import File, Index
+from .._core.format.records import Index
 from .._core.format.shard_header import parse_shard_name
 from .._core.format.timings import timings_name
-from .._io.storage.checkpoint import read_index, with_shared_files
-from .._io.storage.deletions import delete_files, hold_lock, take_back_index
+from .._io.storage.checkpoint import read_index
+from .._io.storage.deletions import delete_files, hold_lock
+from .._io.storage.published_index import files_on_disk
 from .._io.storage.shared_files import needed_files
 from .._io.storage.store import Store
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
@@ -19,11 +20,6 @@ PUBLISHED_HINT = "The new index is in place, but may not survive a power loss; s
 """The hint of an error where publishing failed after its effect."""
 UNANSWERED_HINT = "The new index may be in place all the same: look at the checkpoint, or save again"
 """The hint where an object store has not said whether it has published, or will."""
-
-
-def files_on_disk(index: Index, leader: int) -> Sequence[File]:
-    """Returns the shards on the disk of a leader, which are all of its own where there is one disk."""
-    return next((index.disk_files(disk) for disk in index.disks if disk.leader == leader), index.own_files)
 
 
 def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank: int) -> None:
@@ -59,23 +55,6 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank
                 found="no such file" if name not in sizes else f"{sizes[name]}",
                 hint="Something else deletes or changes files there; find out what, and save again",
             )
-
-
-def check_still_there(store: Store, index: Index) -> None:
-    """Checks, after this process was stopped for minutes, that nobody took the committed save for a dead one.
-
-    Raises:
-        CheckpointError: its files were removed; the index is taken back.
-    """
-    files = index.file_list if index.shared_names else files_on_disk(index, 0)
-    if missing := sorted({file.name for file in files} - with_shared_files(store, index).sizes().keys()):
-        take_back_index(store, index.save_id)
-        raise CheckpointError(
-            f"{store.url}/{missing[0]}",
-            expected="the shards of this save",
-            found=f"{len(missing)} of {len(index.file_list)} are gone: a clean-up took the save for a dead one",
-            hint="This process was stopped for minutes, or could not reach the store; save again",
-        )
 
 
 def index_may_be_published(store: Store, save_id: str, error: BaseException | None = None) -> bool:

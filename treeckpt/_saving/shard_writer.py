@@ -35,19 +35,20 @@ from .._io.process import send_late
 from .._io.storage.checkpoint import read_index
 from .._io.storage.deletions import (
     clear_leftovers,
+    index_state,
     mark_shared_files,
     restore_index,
     unlocked_sizes,
 )
 from .._io.storage.kept_files import ProgressRecorder
 from .._io.storage.plain_names import give_plain_names, take_plain_names
+from .._io.storage.published_index import check_still_there, error_of_gone_files
 from .._io.storage.store import Store
 from .._io.timing import Recorder
 from .._threads import call_in_thread
 from ..errors import CheckpointError, CheckpointExists
 from .committed_files import (
     check_files_exist,
-    check_still_there,
     index_may_be_published,
     remove_files,
     remove_replaced,
@@ -454,9 +455,9 @@ class InlineWriter:
                         faults += self._others.prepare(data, encoded_timings(info, reports, None, recorder))
                     if not faults:
                         publishing = True
-                        self._publish(data, partial(self._check_files, index, sizes))
-                        if self._record is not None and self._record.has_lapsed:
-                            check_still_there(store, index)
+                        replaced = self._publish(data, partial(self._check_files, index, sizes))
+                        if self._has_lapsed:
+                            check_still_there(store, data, replaced)
             except Exception as caught:
                 if self._is_apart:
                     return CommitResult((), False, apart=True)
@@ -500,18 +501,26 @@ class InlineWriter:
             missing = any(file.rank and file.name not in sizes for file in index.own_files)
             self._is_apart = missing and self._others is None and self._store.traits.local_path is not None
             raise
+        if self._has_lapsed and (error := error_of_gone_files(self._store, index)) is not None:
+            raise error
         self._replaces = INDEX_NAME in sizes
         self._replaces |= take_plain_names(self._store, sizes, self._info.save_id)
 
-    def _publish(self, data: bytes, check: Callable[[], object]) -> None:
-        """Publishes the index; an interrupt is told at once, and raised when it is known what became of the request."""
+    @property
+    def _has_lapsed(self) -> bool:
+        return self._record is not None and self._record.has_lapsed
+
+    def _publish(self, data: bytes, check: Callable[[], object]) -> bytes | None:
+        """Publishes the index, as `publish_index`.
+
+        An interrupt is told at once, and raised when it is known what became of the request.
+        """
         publish = partial(publish_index, self._store, data, self._info, check)
         if not self._store.traits.far:
-            publish()
-            return
+            return publish()
         request = call_in_thread(publish, "treeckpt-publish")
         try:
-            request.result()
+            return request.result()
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._on_interrupt(error)
@@ -669,8 +678,10 @@ def with_files(
 # publishing ----------------------------------------------------------------------------------------------------------
 
 
-def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> None:
+def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[], object]) -> bytes | None:
     """Publishes the index, which is the commit; where the store can, only over what was there before the save.
+
+    Returns the one that it has replaced, None where there was none or it cannot be read.
 
     Args:
         check: raises if files of the save are gone; see `Store.publish`.
@@ -678,18 +689,23 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
     Raises:
         CheckpointExists: there is another checkpoint.
     """
+    before: bytes | int | None = None
     if info.options.overwrite and store.traits.conditional:
         check()
         replaced = info.content.replaced if info.content is not None else ""
 
         def is_replaced(found: bytes) -> bool:
+            nonlocal before
+            before = found
             try:
                 return decode_index(found, store.url).save_id == replaced
             except CheckpointError:  # nor could it be read before the save
                 return not replaced
 
         store.compare_and_swap(INDEX_NAME, data, holds=is_replaced, limit=MAX_INDEX)
-        return
+        return before
+    if info.replaces:
+        before = index_state(store)
     try:
         store.publish(INDEX_NAME, data, replace=info.options.overwrite, check=check)
     except FileNotFoundError as error:
@@ -701,6 +717,7 @@ def publish_index(store: Store, data: bytes, info: SaveInfo, check: Callable[[],
             found="none: a clean-up took this process for an ended one",
             hint="It was stopped for minutes, or something else deletes files there; save again",
         ) from error
+    return before if isinstance(before, bytes) else None
 
 
 def encoded_timings(info: SaveInfo, reports: Mapping[int, WriteReport], error: str | None, recorder: Recorder) -> bytes:

@@ -16,6 +16,7 @@ import treeckpt as tc
 from tests.crash.disks import remount, small_disk
 from tests.helpers.background import until
 from tests.helpers.s3 import ONCE, QUICK, S3
+from tests.helpers.stopped import stopping
 from treeckpt._core.format.files import PIN_NAME, Owner, Progress, damaged_name, deleted_name, lock_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.process import this_process
@@ -27,13 +28,13 @@ from treeckpt._io.storage.deletions import (
     hold_for_repair,
     hold_lock,
     index_state,
-    replace_index,
     restore_index,
     take_index,
 )
 from treeckpt._io.storage.kept_files import LAPSE, Claim, ProgressRecorder, hold_lease
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.object_store import ObjectStore
+from treeckpt._io.storage.published_index import replace_index
 from treeckpt._io.storage.store import MemoryStore, Store
 from treeckpt._io.storage.wrapped_store import WrappedStore
 from treeckpt._runs.run import RunDirectory
@@ -438,21 +439,49 @@ def test_a_directory_in_which_a_repair_was_killed_is_left_alone(tmp_path: Path) 
     assert tc.verify(path, repair=True).ok and tc.load(path) == {"n": 1}
 
 
+@pytest.mark.parametrize("before", ["nothing", "another save", "another save, whose shards go too"])
+@pytest.mark.parametrize("place", ["local", "s3"])
 def test_a_save_that_was_stopped_for_so_long_that_its_shards_are_gone_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, before: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stopped(LocalStore):
-        """Behind its look at its files the process is stopped, and a clean-up takes the save for a dead one."""
+    """What it has replaced is there again."""
 
-        def publish(self, name: str, data: bytes, *, replace: bool, check: Callable[[], object] = lambda: None) -> None:
-            def stopped_behind() -> None:
-                check()
-                for shard in self.directory.glob("shard*"):
-                    shard.unlink()
+    def clean_up(store: Store) -> None:
+        for name in store.sizes():
+            if name.startswith("shard") and (before.endswith("too") or replaced not in name):
+                store.delete(name)
 
-            super().publish(name, data, replace=replace, check=stopped_behind if name == INDEX_NAME else check)
-
+    stopped = stopping(ObjectStore if place == "s3" else LocalStore, clean_up)
+    if place == "s3":
+        s3: S3 = request.getfixturevalue("s3")
+        store = stopped(s3.url(), **s3.options())
+    else:
+        store = stopped(tmp_path)
+    replaced = "none"
+    if before != "nothing":
+        # by a store of its own, in which nobody is stopped
+        replaced = tc.save(s3.store(store.url) if place == "s3" else tmp_path, {"n": 0}).save_id
     monkeypatch.setattr(kept_files, "LAPSE", 0.0)
-    with pytest.raises(tc.CheckpointError, match="took the save for a dead one"):
-        tc.save(Stopped(tmp_path), {"n": 1})
-    assert INDEX_NAME not in os.listdir(tmp_path)
+    with pytest.raises(tc.CheckpointError, match="took this process for an ended one"):
+        tc.save(store, {"n": 1}, overwrite=True)
+    if before == "another save":
+        assert tc.load(store) == {"n": 0} and tc.verify(store).ok
+    else:
+        assert INDEX_NAME not in store.sizes()
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_an_index_that_is_made_again_is_taken_back_where_its_shards_went_meanwhile(
+    repair: bool, tmp_path: Path
+) -> None:
+    def clean_up(store: Store) -> None:
+        for name in store.sizes():
+            if name.startswith("shard"):
+                store.delete(name)
+
+    tc.save(tmp_path, {"n": 1})
+    (tmp_path / INDEX_NAME).unlink()
+    store = stopping(LocalStore, clean_up)(tmp_path)
+    with pytest.raises(tc.CheckpointError, match="took this process for an ended one"):
+        tc.verify(store, repair=True) if repair else tc.rebuild_index(store)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(("index", "deleted"))]

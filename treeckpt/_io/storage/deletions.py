@@ -36,7 +36,8 @@ An object store does not rename. A deletion writes the index there to `deleted.<
 index back publishes it as `index.json`, and then replaces the content of the other file by `DECIDED`, on condition that
 it is the version that was read. So does the deletion that decides, which then looks for `index.json` once more: only
 one succeeds, and the other gives up, or deletes what it has published. A save that was stopped for so long publishes
-nothing: a clean-up deletes its temporary index before its shards, and the save looks for its shards in between.
+nothing in a directory of its own disk: a clean-up deletes its temporary index before its shards, and the save looks for
+its shards in between. What becomes of it elsewhere is in `published_index`.
 A store that knows neither renames nor conditions does the same without them: there only the locks keep two apart.
 
 *Leftovers* are the files that dead saves left. What may be removed is decided by `_inspect.deletion`. A save clears its
@@ -59,7 +60,6 @@ import msgspec
 from ..._core.format.files import (
     LockKind,
     Owner,
-    damaged_name,
     deleted_name,
     final_name,
     is_undecided,
@@ -70,7 +70,7 @@ from ..._core.format.files import (
     shared_mark_name,
     writer_tag,
 )
-from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
+from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index
 from ..._core.format.records import Index
 from ..._core.format.shard_header import parse_shard_name
 from ..._inspect.deletion import (
@@ -87,7 +87,7 @@ from ...errors import CheckpointError, CheckpointExists, CheckpointNotFound, Tre
 from ...reports import Leftover
 from ..os_errors import FULL, shows_damage
 from ..process import is_running, names_being_deleted
-from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, replaced_meanwhile, taken_index
+from .checkpoint import decode_and_check, read_index, read_index_bytes, read_timings, taken_index
 from .kept_files import (
     LAPSE,
     LATE_PAUSES,
@@ -279,56 +279,6 @@ def _may_be_saving(store: Store, name: str) -> bool:
     return record is not None and bool(is_alive(name, record, time.time_ns()))
 
 
-def replace_index(store: Store, before: bytes | int | None, index: Index) -> str:
-    """Publishes an index that was made again, under a lock, if there still is the one that was found, and its shards.
-
-    Args:
-        before: the `index_state` from before it was made.
-
-    Returns:
-        The name under which the one before is kept, "" if there was none.
-
-    Raises:
-        CheckpointExists: there is one now, and was none.
-        CheckpointError: the checkpoint has been replaced or deleted, or as `hold_for_repair` and `mark_shared_files`.
-    """
-    data = encode_index(index)
-    with contextlib.ExitStack() as held:
-        if before is None:  # deletions could not see which files it shares
-            mark_shared_files(store, index, held)
-        names = held.enter_context(hold_for_repair(store))
-        deleted = (name for name in names if (kind := parse_file_name(name)) and kind.kind == "deleted")
-        # an index that is missing because its checkpoint is being deleted is not made again
-        gone = before is None and next(deleted, None) is not None
-        if gone or (before is not None and index_state(store) != before):
-            raise replaced_meanwhile(store)
-        # the shards that were read have gone since
-        if before is None and not {file.name for file in index.own_files} <= names.keys():
-            raise replaced_meanwhile(store)
-        if before is None:
-            store.publish(INDEX_NAME, data, replace=False)
-            return ""
-        aside = damaged_name(INDEX_NAME, secrets.token_hex(8))
-        if not store.traits.renames:
-            if isinstance(before, bytes):
-                store.publish(aside, before, replace=True)
-            if isinstance(before, bytes) and store.traits.conditional:
-                store.compare_and_swap(INDEX_NAME, data, holds=lambda found: found == before, limit=MAX_INDEX)
-            else:
-                store.publish(INDEX_NAME, data, replace=True)
-            return aside if isinstance(before, bytes) else ""
-        # clean-ups leave a directory alone in which a repair was killed here
-        store.rename(INDEX_NAME, aside, replace=True)
-        try:
-            if index_state(store, aside) != before:  # this process was stopped for minutes
-                raise replaced_meanwhile(store)
-            store.publish(INDEX_NAME, data, replace=False)
-        except BaseException:
-            store.rename(aside, INDEX_NAME, replace=False)
-            raise
-        return aside
-
-
 def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | None) -> None:
     """Takes the index away: a store that renames files keeps it as `aside`, any other deletes it.
 
@@ -356,19 +306,6 @@ def take_index(store: Store, aside: str, *, holds: Callable[[bytes], bool] | Non
         store.delete(INDEX_NAME, version=version)
     else:
         store.delete(INDEX_NAME)
-
-
-def take_back_index(store: Store, save_id: str) -> None:
-    """Takes back the index of a save that has published it, unless another save has replaced it."""
-
-    def holds(content: bytes) -> bool:
-        return legible_save_id(content) == save_id
-
-    with contextlib.suppress(FileNotFoundError, CheckpointExists):
-        aside = deleted_name(save_id, secrets.token_hex(8))
-        take_index(store, aside, holds=holds)
-        if store.traits.renames:
-            store.delete(aside)
 
 
 def _who(name: str, owner: Owner | None) -> str:

@@ -136,7 +136,7 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
             return
         entries = store.entries()
         stored = stored_files(entries, save_id=committed)
-        replaced = copies_of(store, entries, stored_files(entries).keys() - stored.keys())
+        replaced, given = copies_of(store, entries, stored_files(entries).keys() - stored.keys()), list[str]()
 
         def give(name: str) -> None:
             plain, data = stored[name], bytearray(entries[name].nbytes)
@@ -152,6 +152,7 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
             if plain in replaced:
                 store.delete(plain)
             store.publish_copy(plain, bytes(data), of=name)
+            given.append(name)
 
         def try_to_give(name: str) -> Exception | None:
             try:
@@ -161,6 +162,10 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
             return None
 
         errors = for_each(store, try_to_give, list(stored))
+        there = store.entries() if given else {}
+        for name in given:
+            if name not in there:  # this process was stopped for minutes, and the checkpoint deleted
+                store.delete(stored[name])
     except CheckpointNotFound:
         return
     except (OSError, TreeckptError) as error:
