@@ -11,7 +11,6 @@ from .._core.format.shard_header import parse_shard_name
 from .._core.format.timings import timings_name
 from .._io.storage.checkpoint import read_index
 from .._io.storage.deletions import delete_files, hold_lock
-from .._io.storage.published_index import files_on_disk
 from .._io.storage.shared_files import needed_files
 from .._io.storage.store import Store
 from ..errors import CheckpointError, CheckpointNotFound, StoreError
@@ -35,7 +34,7 @@ def check_files_exist(store: Store, index: Index, sizes: Mapping[str, int], rank
     """
     if store.traits.conditional:
         return
-    files = files_on_disk(index, rank)
+    files = index.leader_files(rank)
     for file in files:
         if store.traits.in_process and file.name not in sizes:
             raise CheckpointError(

@@ -564,6 +564,10 @@ class Index(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, 
         """Returns the shards that lie on one of the `disks`."""
         return [file for rank in decode_runs(disk.ranks).tolist() for file in self.files_of(rank)]
 
+    def leader_files(self, leader: int) -> list[File]:
+        """Returns the shards on the disk of a leader, which are all of its own where there is one disk."""
+        return next((self.disk_files(disk) for disk in self.disks if disk.leader == leader), self.own_files)
+
     def disk_of(self, rank: int) -> Disk:
         """Returns the one of the `disks` of a node-local checkpoint on which a rank wrote."""
         return next(disk for disk in self.disks if rank in decode_runs(disk.ranks))

@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
 
 from ..._core.format.files import damaged_name, deleted_name, parse_file_name
 from ..._core.format.index import INDEX_NAME, MAX_INDEX, decode_index, encode_index
-from ..._core.format.records import File, Index
+from ..._core.format.records import Index
 from ...errors import CheckpointError, CheckpointExists
 from .checkpoint import replaced_meanwhile
 from .deletions import hold_for_repair, index_state, mark_shared_files, take_index, unlocked_sizes
 from .store import Store, exists_error
-
-
-def files_on_disk(index: Index, leader: int) -> Sequence[File]:
-    """Returns the shards on the disk of a leader, which are all of its own where there is one disk."""
-    return next((index.disk_files(disk) for disk in index.disks if disk.leader == leader), index.own_files)
 
 
 def error_of_gone_files(store: Store, index: Index) -> CheckpointError | None:
@@ -34,7 +28,7 @@ def error_of_gone_files(store: Store, index: Index) -> CheckpointError | None:
     Raises:
         CheckpointError: as `unlocked_sizes`.
     """
-    files = index.file_list if index.shared_names else files_on_disk(index, 0)
+    files = index.file_list if index.shared_names else index.leader_files(0)
     sizes = unlocked_sizes(store)
     for directory in sorted({file.directory for file in files} - {""}):
         sizes |= unlocked_sizes(store.run().folder(directory))
@@ -44,8 +38,8 @@ def error_of_gone_files(store: Store, index: Index) -> CheckpointError | None:
     return CheckpointError(
         f"{store.url}/{gone[0]}",
         expected="a file of the checkpoint",
-        found=f"{len(gone)} of {len(index.file_list)} are gone: a clean-up took this process for an ended one, or another "
-        "save has replaced the checkpoint",
+        found=f"{len(gone)} of {len(index.file_list)} are gone: a clean-up took this process for an ended one, or the "
+        "checkpoint was replaced",
         hint="This process was stopped for minutes, could not reach the store, or is not the only one there; try again",
     )
 
