@@ -26,7 +26,10 @@ STEPS = 3
 
 def tree_of(step: int) -> dict[str, Any]:
     frozen = np.arange(200_000, dtype=np.int64)
-    return {"frozen": frozen, "trained": np.full(1000, step), "step": step}
+    rows = np.zeros((6000, 2))
+    rows[: 10 * step] = step
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=1)
+    return {"frozen": frozen, "trained": np.full(1000, step), "step": step, "table": table}
 
 
 def name_of(step: int) -> str:
@@ -81,8 +84,10 @@ def holds(run: Path, step: int) -> bool:
         return False
     assert tc.verify(path), tc.verify(path)
     loaded = tc.load(path)
+    table = loaded.pop("table")
     for key, value in tree_of(step).items():
-        assert np.array_equal(loaded[key], value), (step, key)
+        found = table.slots["x"][table.ids.argsort()] if key == "table" else loaded[key]
+        assert np.array_equal(found, value.slots["x"] if key == "table" else value), (step, key)
     return True
 
 
@@ -111,7 +116,8 @@ def check(action: str, run: Path) -> None:
 def main(directory: Path, actions: list[str], stride: int) -> None:
     whole = directory / "whole"
     make_run(whole)
-    assert tc.inspect(whole / name_of(LAST)).shared_names, "it shares files"
+    last = tc.inspect(whole / name_of(LAST))
+    assert last.shared_names and "table/deltas/1/rows/ids" in last.by_path, "it shares files, and rows of a table"
     for name in actions:
         number = 0
         while True:

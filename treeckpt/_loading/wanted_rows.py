@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 SCANNED_ROWS = 1 << 14
 """The rows of a table up to which all are compared with the ids of its deltas; in more rows these are searched."""
+SEARCHED_IDS = 1 << 14
+"""The ids that are searched for at a time."""
 NO_ROW = -1
 """The number in the place of that of a row, for an id that a delta deletes."""
 
@@ -451,22 +454,34 @@ def _search_sorted(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.
 def _search(
     ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `_search_sorted`, of ids in the order of a table.
+    """As `_search_sorted`, of ids in the order of a table; part by part, which stays in the cache.
 
     Args:
         firsts: the first position of each bucket from `start` on, and the end.
     """
-    if not len(ids):
-        return _search_sorted(ids, wanted)
-    bucket = buckets_of(wanted, saved).astype(np.int64) - start
-    low, end = firsts[bucket], firsts[bucket + 1]
-    high, unsigned, target = end, ids.view(np.uint64), wanted.view(np.uint64)
-    for _ in range(int((end - low).max(initial=0)).bit_length()):
-        middle = np.minimum((low + high) >> 1, len(ids) - 1)
-        less = (low < high) & (unsigned[middle] < target)
-        low, high = np.where(less, middle + 1, low), np.where(less, high, np.maximum(middle, low))
-    at = np.minimum(low, len(ids) - 1)
-    return at, (low < end) & (unsigned[at] == target)
+    at, there = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    unsigned = ids.view(np.uint64)
+
+    def search(part: slice) -> None:
+        target = wanted[part].view(np.uint64)
+        bucket = buckets_of(wanted[part], saved).view(np.int64) - start
+        low, end = firsts[bucket], firsts[bucket + 1]
+        count = int((end - low).max(initial=0))
+        # the last position that does not lie behind the id, by steps of half the size
+        step = 1 << max(0, count.bit_length() - 1)
+        while step:
+            probe = low + step
+            inside = probe < end
+            np.minimum(probe, len(ids) - 1, out=probe)
+            low += step * (inside & (unsigned[probe] <= target))
+            step >>= 1
+        np.minimum(low, len(ids) - 1, out=low)
+        at[part], there[part] = low, (low < end) & (unsigned[low] == target)
+
+    if len(ids):
+        parts = [slice(low, low + SEARCHED_IDS) for low in range(0, len(wanted), SEARCHED_IDS)]
+        table_threads()([partial(search, part) for part in parts])
+    return at, there
 
 
 def first_rows(writer: ArrayWriter, count: int) -> ArrayWriter | None:
