@@ -518,12 +518,12 @@ def test_what_is_sent_late_does_not_bring_back_a_checkpoint_that_is_deleted_at_o
 def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
     far: FarS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(block: memoryview) -> int:
+    def fail(parts: list[memoryview]) -> int:
         raise OSError(5, "unreadable memory")
 
     store = far.store()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_files, "hash_block", fail)
+        patch.setattr(shard_files, "hash_parts", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointError, match="unreadable memory"):
             tc.save(store, {"w": array(20)})
@@ -534,7 +534,7 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
     far.set()
     before = store.sizes()
     with monkeypatch.context() as patch:
-        patch.setattr(shard_files, "hash_block", fail)
+        patch.setattr(shard_files, "hash_parts", fail)
         far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": LATENCY}])
         with pytest.raises(tc.CheckpointExists):
             tc.save(store, {"w": array(20)})
