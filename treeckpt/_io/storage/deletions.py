@@ -31,13 +31,14 @@ it gets its name back by a link, which replaces nothing. The deletion decides by
 another save's or a pin stands, and the next save or clean-up gives it its name back (`restore_index`). It
 renames it first too: of a deletion that decides and a process that gives the name back only one succeeds.
 
+A save that was stopped for so long publishes nothing there: a clean-up deletes its temporary index before its shards,
+and the save looks for its shards in between. `published_index` says what becomes of it elsewhere.
+
 An object store does not rename. A deletion writes the index there to `deleted.<save id>.<id>.json` before it deletes
 `index.json`, on condition that it is the version that was looked at, where the store knows that condition. Who puts the
 index back publishes it as `index.json`, and then replaces the content of the other file by `DECIDED`, on condition that
 it is the version that was read. So does the deletion that decides, which then looks for `index.json` once more: only
-one succeeds, and the other gives up, or deletes what it has published. A save that was stopped for so long publishes
-nothing in a directory of its own disk: a clean-up deletes its temporary index before its shards, and the save looks for
-its shards in between. What becomes of it elsewhere is in `published_index`.
+one succeeds, and the other gives up, or deletes what it has published.
 A store that knows neither renames nor conditions does the same without them: there only the locks keep two apart.
 
 *Leftovers* are the files that dead saves left. What may be removed is decided by `_inspect.deletion`. A save clears its
