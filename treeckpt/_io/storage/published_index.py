@@ -24,14 +24,18 @@ def error_of_gone_files(store: Store, index: Index) -> CheckpointError | None:
     """Returns the error for files of an index that are gone; None if all are there.
 
     It waits until nobody deletes any more who may not have seen the index, if that is published.
-
-    Raises:
-        CheckpointError: as `unlocked_sizes`.
     """
+
+    def look(folder: Store) -> dict[str, int]:
+        try:
+            return unlocked_sizes(folder)
+        except CheckpointError:  # the lock of a deletion that was killed on another host, or is stopped too
+            return folder.sizes()
+
     files = index.file_list if index.shared_names else index.leader_files(0)
-    sizes = unlocked_sizes(store)
+    sizes = look(store)
     for directory in sorted({file.directory for file in files} - {""}):
-        sizes |= unlocked_sizes(store.run().folder(directory))
+        sizes |= look(store.run().folder(directory))
     gone = [file.name for file in files if sizes.get(file.name) != file.header + file.nbytes]
     if not gone:
         return None
@@ -53,7 +57,7 @@ def check_still_there(store: Store, data: bytes, replaced: bytes | None = None) 
 
     Raises:
         CheckpointError: files are gone; the index is taken back, and the one before put back unless files of that are
-            gone too. Or as `unlocked_sizes`; then the index stays.
+            gone too.
     """
     if (error := error_of_gone_files(store, decode_index(data, store.url))) is None:
         return
