@@ -359,7 +359,9 @@ class _DirectoryState:
         """Those saves of `fresh` that have more than timings."""
         for save_id, files in groups.items():
             alive = any(file.alive for file, owned in files if owned.kind == "progress")
-            young = save_id not in self.dead and any(self._is_young(file) for file, _ in files)
+            # a dead process's temporary file, as of a deletion's mark, does not make the shards of a save young
+            own = [file for file, owned in files if owned.kind != "temporary" or file.alive is not False]
+            young = save_id not in self.dead and any(map(self._is_young, own))
             if alive or young or save_id in self.prepared:
                 self.fresh.add(save_id)
                 if any(owned.kind in ("shard", "sidecar", "progress", "prepared", "temporary") for _, owned in files):
