@@ -35,8 +35,8 @@ CALLS: dict[tuple[bool, str], tuple[str, ...]] = {
         *("delete progress", "sizes"),
     ),
     (True, "overwriting"): (
-        *("prepare", "sizes", "read index", *_WRITING, "publish timings", "publish index", "sizes", "publish timings"),
-        *("sizes", "delete shard", "delete timings", "delete progress", "sizes"),
+        *("prepare", "sizes", "read index", *_WRITING, "publish timings", "read index", "publish index"),
+        *("sizes", "publish timings", "sizes", "delete shard", "delete timings", "delete progress", "sizes"),
     ),
     (False, "new"): _WRITING,
     (False, "overwriting"): _WRITING,

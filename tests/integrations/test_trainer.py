@@ -103,7 +103,8 @@ def test_weights_that_a_killed_process_has_not_made_are_made_when_it_resumes(
             if made:
                 super()._write(source, destination)
             if source.name == "checkpoint-10":
-                shutil.copytree(source.parent, run)
+                # the next step may be being saved meanwhile
+                shutil.copytree(source.parent, run, ignore=shutil.ignore_patterns(".*.tmp"))
             if not made:
                 super()._write(source, destination)
 
