@@ -17,11 +17,14 @@ import numpy as np
 import treeckpt as tc
 from tests.crash.effects import killed_at
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._io.comm.comm import thread_comms
 from treeckpt._loading.flatten import flatten_store
 from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 
 STEPS = 3
+COMM = thread_comms(1)[0]
+"""Its state goes to the forks, so that a save there writes the rows of a table alone that have changed."""
 
 
 def tree_of(step: int) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def make_run(run: Path) -> None:
     """Steps 1 to `STEPS` and what is frozen in files of step 4's home; a step that is saved so is the last one."""
     for step in range(1, STEPS + 3):
         base = {"base": run / name_of(step - 1)} if step > 1 else {}
-        tc.save(run / name_of(step), tree_of(step), step=step, **base)
+        tc.save(run / name_of(step), tree_of(step), step=step, comm=COMM, **base)
 
 
 LAST = STEPS + 2
@@ -48,12 +51,13 @@ LAST = STEPS + 2
 
 
 def save(run: Path) -> None:
-    tc.save(run / name_of(LAST + 1), tree_of(LAST + 1), step=LAST + 1, base=run / name_of(LAST))
+    tc.save(run / name_of(LAST + 1), tree_of(LAST + 1), step=LAST + 1, comm=COMM, base=run / name_of(LAST))
 
 
 def save_again(run: Path) -> None:
     """Replaces the step whose files the last one shares."""
-    tc.save(run / name_of(LAST - 1), tree_of(LAST - 1), step=LAST - 1, overwrite=True, base=run / name_of(LAST))
+    options: Any = {"overwrite": True, "comm": COMM, "base": run / name_of(LAST)}
+    tc.save(run / name_of(LAST - 1), tree_of(LAST - 1), step=LAST - 1, **options)
 
 
 def delete_origin(run: Path) -> None:
@@ -102,6 +106,8 @@ def check(action: str, run: Path) -> None:
     assert all(holds(run, step) for step in must), f"{action} has lost a checkpoint"
     for step in range(1, LAST + 2):
         holds(run, step)
+    if action == "save" and holds(run, LAST + 1):
+        assert "table/deltas/2/rows/ids" in tc.inspect(run / name_of(LAST + 1)).by_path, "it shares rows of the table"
     # the next training goes on, and its clean-ups leave nothing that no index names
     with tc.Manager(run, keep=2, incremental=True, background=False, grace=0) as manager:
         for step in range(LAST + 2, LAST + 5):

@@ -19,6 +19,7 @@ from tests.helpers.world import Faulty, Switch, errors_of, on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._saving.incremental import KnownFiles
 from treeckpt._saving.table_deltas import MAX_DELTAS
 
 ROW = 8 + 3 * 4 + 8
@@ -236,6 +237,29 @@ def test_after_a_save_that_failed_the_next_one_has_the_changes_of_both(tmp_path:
     table.change()
     report = tc.save(tmp_path / "5", {"emb": table.table(), "w": np.arange(9)}, base=tmp_path / "3")
     assert report.nbytes < 100 * ROW and load_by(tmp_path / "5", 2) == table.expected
+
+
+def test_a_save_over_the_home_of_a_delta_writes_tables_whole(tmp_path: Path) -> None:
+    table = ChangingTable()
+    expected = save_steps(tmp_path, table, 5)
+    report = tc.save(tmp_path / "3", {"emb": table.table(), "w": np.arange(9)}, overwrite=True, base=tmp_path / "4")
+    assert report.nbytes > 6000 * ROW and load_by(tmp_path / "3", 1) == table.expected
+    assert load_by(tmp_path / "4", 1) == expected[4]
+
+
+def test_where_the_files_before_cannot_be_read_a_save_says_so_and_the_next_one_writes_all(tmp_path: Path) -> None:
+    table, comm = ChangingTable(), thread_comms(1)[0]
+    save_steps(tmp_path, table, 4, comm=comm)
+    comm.state.remove(KnownFiles)
+    for shard in tmp_path.rglob("shard-*"):
+        data = bytearray(shard.read_bytes())
+        data[20] ^= 255
+        shard.write_bytes(data)
+    tree = {"emb": table.table(), "w": np.arange(9)}
+    with pytest.raises(tc.CheckpointError, match="the next save writes all rows"):
+        tc.save(tmp_path / "4", tree, base=tmp_path / "3", comm=comm)
+    tc.save(tmp_path / "4", tree, base=tmp_path / "3", comm=comm)
+    assert load_by(tmp_path / "4", 1) == table.expected
 
 
 def test_ids_that_are_there_twice_are_refused_as_without_deltas(tmp_path: Path) -> None:

@@ -132,8 +132,10 @@ def read_base(
                 base = _read_base(folder, save_id, store, kept)
                 if base is not None:
                     opened.push(held.pop_all())
-                    full = options.full_every is not None and base.references.since_full + 1 >= options.full_every
-                    return msgspec.structs.replace(base, full=full)
+                    due = options.full_every is not None and base.references.since_full + 1 >= options.full_every
+                    # what this save replaces goes with it, though the checkpoint before shares files of it
+                    over = any(home.directory == store.name for home in base.references.homes)
+                    return msgspec.structs.replace(base, full=due or over)
         except (TreeckptError, OSError) as error:
             if isinstance(options.source, GivenBase):
                 raise
@@ -285,8 +287,7 @@ class IncrementalSave:
             except (TreeckptError, OSError) as error:
                 _log.warning("%s: all is written, as %s cannot be read: %s", self._store.url, base.directory, error)
                 return {}
-        # what this save replaces goes with it, though the checkpoint before may share files of it
-        return {file.entries: file for file in kept.files if file.home.directory != self._store.name}
+        return {file.entries: file for file in kept.files}
 
     def _entries(self, plan: GlobalPlan) -> dict[int, FileEntries]:
         """Returns what each file of the plan holds, by its part."""
@@ -301,9 +302,6 @@ class IncrementalSave:
         found, entries = list[SharedFile](), self._entries(plan)
         grouped = [file for file in plan.own.files if file.group]
         candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part].digest))]
-        if not candidates or (self._base is not None and self._base.full):
-            return ()
-        source = TreeShardSource(plan, sources)
         stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
         if not stored <= {file.part for file, _ in candidates}:
             self._comm.state.remove(KnownTables)
@@ -313,6 +311,9 @@ class IncrementalSave:
                 found="others there",
                 hint="Save again: the next save writes all rows",
             )
+        if not candidates or (self._base is not None and self._base.full):
+            return ()
+        source = TreeShardSource(plan, sources)
         with ThreadPool(WRITE_THREADS, "treeckpt-compare") as pool:
             for file, known in candidates:
                 if file.part in stored or has_checksums(file, source, known.hashes.tolist(), pool):
