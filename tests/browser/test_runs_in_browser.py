@@ -169,7 +169,8 @@ def test_what_a_run_takes_in_a_week_under_other_policies_takes_two_clicks_and_fi
 
 
 def test_own_and_shared_bytes_are_said_where_one_looks_for_bytes(watched, serve, tmp_path, accessible):
-    page = watched(serve(write_adapted(tmp_path / "run", 3)))
+    write_adapted(tmp_path / "run", 3)
+    page = watched(serve(tmp_path / "run"))
     row = page.get_by_role("row").filter(has_text="step 3")
     expect(row).to_contain_text("3.61 MB 3.6 MB shared")
     expect(page.get_by_role("row").filter(has_text="step 1")).not_to_contain_text("shared")

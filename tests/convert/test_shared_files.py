@@ -23,7 +23,9 @@ from treeckpt_dashboard.web.app import create_app
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its steps 2 and 3 share a file of step 1."""
-    return write_adapted(tmp_path_factory.mktemp("shared") / "run", 3)
+    run = tmp_path_factory.mktemp("shared") / "run"
+    write_adapted(run, 3)
+    return run
 
 
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp", "treeckpt"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import treeckpt as tc
 from tests.bench import speed
 from tests.bench.device_limits import DeviceLimits
 from tests.bench.states import synchronize
-from tests.helpers.devices import CUDA_MARKS, DEVICES, leaves_of, state_on
+from tests.helpers.devices import CUDA_MARKS, DEVICES, busy_device, leaves_of, state_on
 from treeckpt import training
 from treeckpt._saving.staging import Arena, cuda_pinning
 
@@ -66,11 +65,7 @@ def test_a_save_holds_what_was_queued_on_the_device_before_it_and_nothing_after(
     tmp_path: Path, device: str, stream: str
 ) -> None:
     a, x = torch.rand(512, 512, device=device), torch.zeros(1 << 20, device=device)
-    synchronize(a.device)
-    streams = torch.cuda.stream(torch.cuda.Stream()) if stream == "side" else contextlib.nullcontext()
-    with streams:
-        for _ in range(20):
-            a = a @ a / a.abs().amax()  # the device is busy for a while, and then changes what is saved
+    with busy_device(a, side_stream=stream == "side"):
         x.add_(3)
         pending = tc.save_async(tmp_path / "c", {"x": x, "a": a})
         pending.wait_staged(120)

@@ -5,7 +5,6 @@ On the host, conjugate tensors are read as those of a device are, and the test a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import treeckpt as tc
-from tests.bench.states import synchronize
-from tests.helpers.devices import CUDA_MARKS, DEVICES
+from tests.helpers.devices import CUDA_MARKS, DEVICES, busy_device
 from treeckpt._arrays import device_checksums
 from treeckpt._arrays.torch import DeviceArray
 from treeckpt._core.format.shard_header import BLOCK
@@ -129,11 +127,7 @@ def test_what_was_queued_on_the_device_before_the_save_is_compared(
     a, x = torch.rand(512, 512, device=device), torch.zeros(1 << 20, device=device)
     for step in range(4):
         save(tmp_path / f"{step}", {"x": x}, **({"base": tmp_path / f"{step - 1}"} if step else {}))
-    synchronize(a.device)
-    streams = torch.cuda.stream(torch.cuda.Stream()) if stream == "side" else contextlib.nullcontext()
-    with streams:
-        for _ in range(20):
-            a = a @ a / a.abs().amax()  # the device is busy for a while, and then changes what is saved
+    with busy_device(a, side_stream=stream == "side"):
         x.add_(3)
         save(tmp_path / "4", {"x": x}, base=tmp_path / "3")
     assert tc.load(tmp_path / "4")["x"].eq(3).all()

@@ -48,10 +48,10 @@ def data_nbytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("shard-*"))
 
 
-def write_adapted(run: Path, steps: int = 4) -> Path:
-    """A run of incremental saves: what is frozen lies with step 1."""
+def write_adapted(run: Path, steps: int = 4) -> Adapted:
+    """Writes a run of incremental saves, where what is frozen lies with step 1; returns the state."""
     state = Adapted()
     with tc.Manager(run, keep=None, incremental=True, background=False) as manager:
         for step in range(1, steps + 1):
             manager.save(step, state.train())
-    return run
+    return state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-__all__ = ["CUDA_MARKS", "DEVICES", "leaves_of", "state_on"]
+from tests.bench.states import synchronize
+
+__all__ = ["CUDA_MARKS", "DEVICES", "busy_device", "leaves_of", "state_on"]
 
 CUDA_MARKS = (
     pytest.mark.gpu,
@@ -25,6 +29,16 @@ _DTYPES = [
     if isinstance(dtype, torch.dtype) and name == str(dtype).removeprefix("torch.") and dtype not in _QUANTISED
     if not name.startswith("bits")
 ]
+
+
+@contextlib.contextmanager
+def busy_device(a: torch.Tensor, *, side_stream: bool) -> Iterator[None]:
+    """Runs the body, on a side stream of CUDA if asked, behind work on a square matrix that keeps its device busy."""
+    synchronize(a.device)
+    with torch.cuda.stream(torch.cuda.Stream()) if side_stream else contextlib.nullcontext():
+        for _ in range(20):
+            a.copy_(a @ a / a.abs().amax())
+        yield
 
 
 def _filled(dtype: torch.dtype, device: str, shape: tuple[int, ...] = (6, 8)) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import treeckpt as tc
-from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
+from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes, write_adapted
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import deleted_name, parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
@@ -73,16 +73,8 @@ def test_wrong_numbers_of_full_saves_are_refused(tmp_path: Path) -> None:
             tc.Manager(tmp_path, **given)
 
 
-def run_of(tmp_path: Path, steps: int = 3) -> Adapted:
-    state = Adapted()
-    with tc.Manager(tmp_path, keep=None, incremental=True, background=False) as manager:
-        for step in range(1, steps + 1):
-            manager.save(step, state.train())
-    return state
-
-
 def test_a_deleted_checkpoint_leaves_what_others_share(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     before = tc.load(tmp_path / "step_00000003")
     with tc.Manager(tmp_path, keep=None) as manager:
         manager.delete(1)
@@ -98,7 +90,7 @@ def test_a_deleted_checkpoint_leaves_what_others_share(tmp_path: Path) -> None:
 
 
 def test_a_replaced_step_leaves_what_others_share(tmp_path: Path) -> None:
-    state = run_of(tmp_path)
+    state = write_adapted(tmp_path, 3)
     tc.save(tmp_path / "step_00000001", {"step": 0}, step=1, overwrite=True)
     assert tc.load(tmp_path / "step_00000001") == {"step": 0}
     assert torch.equal(tc.load(tmp_path / "step_00000003")["layer1"]["base"], state.frozen[1])
@@ -113,7 +105,7 @@ def test_a_replaced_step_leaves_what_others_share(tmp_path: Path) -> None:
 
 
 def test_where_an_index_cannot_be_read_nothing_goes_that_it_may_name(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     (tmp_path / "step_00000002" / INDEX_NAME).write_bytes(b"{}")
     tc.Manager(tmp_path, keep=None).delete(3)
     report = RunDirectory(tmp_path).clean([Last(1)])
@@ -124,7 +116,7 @@ def test_where_an_index_cannot_be_read_nothing_goes_that_it_may_name(tmp_path: P
 
 
 def test_what_a_reader_of_a_deleted_checkpoint_shares_stays(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     folder = RunDirectory(tmp_path).folder(3)
     save_id = tc.inspect(tmp_path / "step_00000003").save_id
     manager = tc.Manager(tmp_path, keep=None)
@@ -141,7 +133,7 @@ def test_what_a_reader_of_a_deleted_checkpoint_shares_stays(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_has_lost_its_index_keeps_what_it_shares(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     (tmp_path / "step_00000003" / INDEX_NAME).unlink()
     manager = tc.Manager(tmp_path, keep=None)
     manager.delete(2)
@@ -154,7 +146,7 @@ def test_a_checkpoint_that_has_lost_its_index_keeps_what_it_shares(tmp_path: Pat
 
 
 def test_a_deleted_step_whose_files_others_share_is_not_made_again(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     tc.Manager(tmp_path, keep=None).delete(1)
     for again in (tc.rebuild_index, partial(tc.verify, repair=True)):
         with pytest.raises(tc.CheckpointNotFound, match="deleted; of its files those stay that other checkpoints"):
@@ -163,7 +155,7 @@ def test_a_deleted_step_whose_files_others_share_is_not_made_again(tmp_path: Pat
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_copies_stay_while_a_checkpoint_is_flattened_and_go_where_that_was_killed(tmp_path: Path, alone: bool) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     path = tmp_path / "step_00000003"
     index = tc.inspect(path)
     [shared] = index.shared_of(0)
@@ -190,14 +182,14 @@ def test_copies_stay_while_a_checkpoint_is_flattened_and_go_where_that_was_kille
 def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "1 shard of 3.6 MB stay: step_00000002 and step_00000003 share them" in shown
 
 
 def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     with tc.Manager(tmp_path, keep=None) as manager:
         manager.delete(1)
         assert manager.steps() == [2, 3] and manager.latest() == 3
@@ -210,7 +202,7 @@ def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys:
 
 
 def test_a_clean_up_says_that_nobody_shares_the_files_of_a_deleted_step_any_more(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_adapted(tmp_path, 3)
     manager = tc.Manager(tmp_path, keep=None)
     for step in (1, 2):
         manager.delete(step)

@@ -120,10 +120,10 @@ def _flatten(
 ) -> tuple[Structure, list[tuple[str, Any]]]:
     """Flattens a tree, with deltas in the place of tables."""
     structure, leaves = flatten(tree, rank=rank, namespace=namespace)
-    columns = [(path, leaf) for path, leaf in leaves if type(leaf) is TableColumn] if deltas is not None else []
-    if deltas is not None and columns and (other := deltas.replace(tree, columns)) is not tree:
-        return flatten(other, rank=rank, namespace=namespace)
-    return structure, leaves
+    if deltas is None:
+        return structure, leaves
+    other = deltas.replace(tree, [(path, leaf) for path, leaf in leaves if type(leaf) is TableColumn])
+    return (structure, leaves) if other is tree else flatten(other, rank=rank, namespace=namespace)
 
 
 def place_table_rows(described: DescribedTree, merged: GlobalTree, rank: int) -> None:

@@ -33,14 +33,9 @@ def row_digests(columns: Sequence[ArraySource], rows: int, together: Executor) -
     """
     digests = np.zeros(rows, np.uint64)
     words = 0
-    tasks = list[partial[None]]()
-    for column in columns:
-        tasks += [partial(_mix, column, low, words, digests) for low in range(0, rows, TASK_ROWS)]
+    for column in columns:  # one after the other: their tasks add to the same digests
+        together([partial(_mix, column, low, words, digests) for low in range(0, rows, TASK_ROWS)])
         words += -(-_row_nbytes(column) // 8)
-    # tasks of one column are apart in `digests`; those of several columns are not
-    for number in range(len(columns)):
-        parts = -(-rows // TASK_ROWS)
-        together(tasks[number * parts : (number + 1) * parts])
     return digests
 
 

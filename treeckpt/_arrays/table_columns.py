@@ -63,13 +63,17 @@ class TableRows(msgspec.Struct, frozen=True):
         return int(self.arranged.starts[-1])
 
 
+def _as_elements(rows: np.ndarray) -> np.ndarray:
+    """Returns rows of bytes in C order as elements: numpy copies one several times faster than number by number."""
+    return rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
+
+
 class _ReorderedRows:
     """Reads rows of an array in host memory in another order."""
 
     def __init__(self, rows: np.ndarray, order: np.ndarray, together: Executor) -> None:
         self._array, self._order, self._together = rows, order, together
-        # numpy copies a row as one element, several times faster than number by number
-        self._rows = rows.reshape(len(rows), -1).view(f"V{rows[:1].nbytes}")[:, 0]
+        self._rows = _as_elements(rows)
 
     def read(self, box: Box) -> np.ndarray:
         return self._array[self._order[box[0]]][(slice(None), *box[1:])]
@@ -288,13 +292,10 @@ class SelectedRowsWriter:
 
 def _scatter(array: np.ndarray, places: np.ndarray, data: np.ndarray) -> None:
     """Writes rows to places of an array."""
-    nbytes = data[:1].nbytes
-    if not array.flags.c_contiguous or not nbytes:
+    if not array.flags.c_contiguous or not data.nbytes:
         array[places] = data
         return
-    # numpy copies a row as one element, several times faster than number by number
-    whole, rows = (each.reshape(len(each), -1).view(f"V{nbytes}")[:, 0] for each in (array, np.ascontiguousarray(data)))
-    whole[places] = rows
+    _as_elements(array)[places] = _as_elements(np.ascontiguousarray(data))
 
 
 def check_order(ids: np.ndarray, spec: TableSpec, owned: tuple[int, int]) -> str:

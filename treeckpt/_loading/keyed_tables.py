@@ -410,8 +410,7 @@ def _patched(job: Load, leaf: Leaf, rows: Rows, patch: Patch, whole: ArraySpec, 
         region = Region((rows.start, *(0 for _ in row)), (patch.kept, *row))
         job.batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, [TargetPiece(region, kept)]))
     elif patch.kept:
-        every = np.arange(rows.count)
-        others = rising(rows.numbers(every), every)
+        others = rising(patch.numbers(rows.start), np.arange(rows.count))
     batch = job.new_batch()
     batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, row_pieces(piece.data, others, row, nbytes)))
     job.batch.after.append(partial(job.run_now, batch))

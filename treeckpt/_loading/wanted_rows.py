@@ -20,7 +20,7 @@ from .._core.format.records import Leaf
 from .._core.format.table_deltas import TablePart, parts_of
 from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import buckets_of, check_partition, sort_rows
+from .._core.tree.keyed_table import buckets_of, check_partition, find_ids, sort_rows
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, LayoutError, MismatchError
@@ -57,6 +57,12 @@ class Patch(msgspec.Struct, frozen=True):
     ids: np.ndarray
     """The ids of all rows: int64[count]."""
 
+    def numbers(self, start: int) -> np.ndarray:
+        """Returns the numbers of all rows: int64[count]."""
+        every = np.arange(start, start + len(self.ids))
+        every[self.others.places] = self.others.rows
+        return every
+
 
 class Rows(msgspec.Struct, frozen=True):
     """The wanted rows of a table."""
@@ -75,11 +81,7 @@ class Rows(msgspec.Struct, frozen=True):
         """Returns the numbers of the saved rows at positions among the wanted ones."""
         if self.picked is not None:
             return self.picked[positions]
-        if self.patch is None:
-            return positions + self.start
-        every = np.arange(self.start, self.start + self.count)
-        every[self.patch.others.places] = self.patch.others.rows
-        return every[positions]
+        return positions + self.start if self.patch is None else self.patch.numbers(self.start)[positions]
 
 
 def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
@@ -97,10 +99,7 @@ def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
 
 def join(ids: np.ndarray, theirs: np.ndarray, rows: Rows) -> Join:
     """Finds the rows that have given ids."""
-    order = np.argsort(theirs)
-    places = np.searchsorted(theirs, ids, sorter=order)
-    places = order[np.minimum(places, len(theirs) - 1)] if len(theirs) else places
-    there = theirs[places] == ids if len(theirs) else np.zeros(len(ids), bool)
+    places, there = find_ids(theirs, ids)
     numbers = rows.numbers(places[there])
     # rising numbers of rows, so that rows that lie near each other are read together
     turn = np.argsort(numbers)
@@ -168,12 +167,8 @@ def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
         return known
     assert ids.spec is not None, "ids are an array"
     saved, count = job.index.tables[ids.number], ids.spec.shape[0]
-    buckets = None
-    try:
-        check_partition(saved)
-        buckets = np.unique(buckets_of(chosen, saved).astype(np.int64))
-    except LayoutError:  # of a later version: where an id belongs is not known
-        pass
+    # of a partition of a later version it is not known where an id belongs
+    buckets = np.unique(buckets_of(chosen, saved).astype(np.int64)) if _is_known(saved) else None
 
     def read(column: Leaf, offsets: Leaf, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns numbers of rows between two that may have the ids, and their ids."""
@@ -253,8 +248,8 @@ def find_rows(job: Load, spec: TableSpec, owned: tuple[int, int], path: str, lea
         picked = np.flatnonzero(chosen.mask)
         return Rows(spec, rows, 0, len(picked), picked)
     offsets = job.index.entries[leaf.number + 1]  # they stand behind the ids
-    if owned == (0, saved.buckets):
-        return Rows(saved, rows, 0, rows)
+    if owned == (0, saved.buckets) or owned[0] == owned[1]:
+        return Rows(saved, rows, 0, 0 if owned[0] == owned[1] else rows)
     [firsts] = _first_rows(job, [offsets], _offsets_path(path), saved, owned)
     low, high = _rows_between(firsts, _offsets_path(path), saved, owned, rows)
     return Rows(saved, rows, low, high - low)
@@ -358,7 +353,7 @@ def _rows_of_parts(
         place, there = _search(of_whole, ends, later, saved, between[0])
     else:
         later, last = _last_of_each(numbers, others)
-        place, there = _search_sorted(of_whole, later)
+        place, there = find_ids(of_whole, later)
     patch = _patch(of_whole, start, later, last, place, there)
     if saved != spec:
         buckets = buckets_of(patch.ids, spec)
@@ -413,9 +408,7 @@ def rising(rows: np.ndarray, places: np.ndarray) -> Join:
 def _selected(patch: Patch, start: int, chosen: np.ndarray) -> Patch:
     """Returns those rows of a table that are chosen, bool[count]."""
     ids = patch.ids[chosen]
-    numbers = np.arange(start, start + len(chosen))
-    numbers[patch.others.places] = patch.others.rows
-    return Patch(0, rising(numbers[chosen], np.arange(len(ids))), ids)
+    return Patch(0, rising(patch.numbers(start)[chosen], np.arange(len(ids))), ids)
 
 
 def _is_known(saved: TableSpec) -> bool:
@@ -442,19 +435,10 @@ def _last_in_order(
     return (every, of_every) if order is None else (every[order], of_every[order])
 
 
-def _search_sorted(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the position of each wanted id among others, and whether it is there."""
-    if not len(ids):
-        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    order = np.argsort(ids)
-    at = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
-    return at, ids[at] == wanted
-
-
 def _search(
     ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `_search_sorted`, of ids in the order of a table; part by part, which stays in the cache.
+    """As `find_ids`, of ids in the order of a table; part by part, which stays in the cache.
 
     Args:
         firsts: the first position of each bucket from `start` on, and the end.

@@ -53,6 +53,7 @@ from .._core.planning.rank_trees import (
     check_disjoint,
     merge_rank_trees,
     piece_key,
+    readable_key,
 )
 from .._core.planning.save_plan import GlobalPlan, array_leaves, compute_plan, overlapping_pieces
 from .._core.sharding.int_runs import encode_runs
@@ -347,17 +348,21 @@ class _Agreement:
                 merged = None
         return None if self.decision.skipped else self._agreed(merged)
 
-    def _flatten(self, tree: object, *, whole_tables: bool = False) -> Exception | None:
-        """Looks at the path, on rank 0, and describes this rank's tree; returns the error, of which all ranks learn."""
+    def _flatten(self, tree: object, *, again: bool = False) -> Exception | None:
+        """Looks at the path, on rank 0, and describes this rank's call; returns the error, of which all ranks learn.
+
+        Args:
+            again: describes the tree alone, with all tables whole.
+        """
         try:
             with self.recorder.span("flatten"):
                 # before the tree is described: an object store answers meanwhile
-                if self.comm.rank == 0 and not self.options.plan_only and self.record is None:
+                if self.comm.rank == 0 and not self.options.plan_only and not again:
                     self._begin_look()
                     if self.options.incremental is not None:
                         kept = self.comm.state.get(KnownFiles)
                         self.base = read_base(self.options.incremental, self.store, kept, self.held)
-                self._describe(tree, whole_tables=whole_tables)
+                self._describe(tree, again=again)
         except Exception as failed:
             return wrap_write_error(failed, self.store.url)
         return None
@@ -365,7 +370,7 @@ class _Agreement:
     def _decide_alone(self, error: Exception | None, tree: object) -> None:
         """Decides for one rank; raises the error of the steps before."""
         if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self.base):
-            error = self._flatten(tree, whole_tables=True)
+            error = self._flatten(tree, again=True)
         if error is not None:
             raise error
         self.decision = Decision(self.save_id, self.recorder.created_ns, "", base=self.base)
@@ -385,7 +390,7 @@ class _Agreement:
         # 2. Propose; rank 0 decides
         self.decision = exchange.step(partial(self._proposal, error), self._decide, Decision)
         if self.decision.whole_tables:
-            error = self._flatten(tree, whole_tables=True)
+            error = self._flatten(tree, again=True)
             self.decision = exchange.step(partial(self._proposal, error), self._decide, Decision)
         if self.decision.skipped:
             return None
@@ -419,7 +424,7 @@ class _Agreement:
 
     # step 1: proposals ------------------------------------------------------------------------------------------------
 
-    def _describe(self, tree: object, *, whole_tables: bool) -> None:
+    def _read_arguments(self) -> None:
         metadata = check_metadata(self.options.custom_metadata)
         self.metadata = {key: encode_value(value, f"custom_metadata/{key}") for key, value in metadata.items()}
         if (files := self.options.files) is not None:
@@ -428,9 +433,13 @@ class _Agreement:
             else:
                 self.files = read_sidecars(files)
             self.file_digests = sidecar_digests(files, self.files)
+
+    def _describe(self, tree: object, *, again: bool) -> None:
+        if not again:
+            self._read_arguments()
         rank, namespace = self.comm.rank, self.options.namespace
         if self.options.incremental is not None:
-            self.deltas = TableDeltas(self.comm, self.options.max_shard_bytes, namespace, whole=whole_tables)
+            self.deltas = TableDeltas(self.comm, self.options.max_shard_bytes, namespace, whole=again)
         self.described = in_parts_if_needed(
             lambda layouts: describe_tree(
                 state_tree(tree, rank=rank, namespace=namespace, world=self.comm.size, layouts=layouts),
@@ -481,8 +490,7 @@ class _Agreement:
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
-        follows = [each.follows for each in proposals.values()]
-        if self.options.incremental is not None and must_be_whole(follows, self.base):
+        if self.options.incremental is not None and must_be_whole((p.follows for p in proposals.values()), self.base):
             decision.whole_tables = True
             return self._conclusion(decision, last=False)
         decision.representatives = representatives(proposals)
@@ -745,7 +753,7 @@ def compare_contents(contents: Mapping[int, Mapping[str, bytes]]) -> None:
             first, expected = seen.setdefault(path, (rank, content))
             if content != expected:
                 raise MismatchError(
-                    _readable_key(path),
+                    readable_key(path),
                     expected=f"the same content on every rank that holds it, as on rank {first}",
                     found=f"another on rank {rank}",
                     hint="Wrap what each rank has of its own in tc.PerRank, and that of which rank 0's counts in "
@@ -763,17 +771,12 @@ def compare_boxes(boxes: Sequence[tuple[str, Region]], found: Mapping[int, BoxDi
             if content != expected:
                 path, box = boxes[number]
                 raise MismatchError(
-                    _readable_key(piece_key(path, box)),
+                    readable_key(piece_key(path, box)),
                     expected=f"the same content in every piece that holds it, as on rank {first}",
                     found=f"another on rank {rank}" if rank != first else "another in a second piece there",
                     hint="Check the offsets and the global shape given to tc.Sharded; if ranks should agree, find out "
                     "why they do not. What each rank has of its own belongs into tc.PerRank",
                 )
-
-
-def _readable_key(key: str) -> str:
-    """Returns a path, or a `piece_key`, as text for errors."""
-    return key.replace("\0", "@", 1).replace("\0", "+", 1)
 
 
 def merge_inventories(digests: Mapping[int, bytes], trees: Mapping[int, RankTree], world: int) -> GlobalTree:

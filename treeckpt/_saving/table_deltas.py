@@ -25,7 +25,7 @@ from .._arrays.registry import source_of
 from .._arrays.row_digests import row_digests
 from .._arrays.table_columns import column_array, gather_rows, read_ids, table_threads
 from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.keyed_table import ColumnRows, KeyedTable, RowMarks, TableColumn, TableDelta, table_path
+from .._core.tree.keyed_table import ColumnRows, KeyedTable, RowMarks, TableColumn, TableDelta, find_ids, table_path
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import rank_key
 from .._io.comm.comm import Comm
@@ -49,11 +49,7 @@ class TableIds(msgspec.Struct, frozen=True, dict=True):
 
     def find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the position of each wanted id, and whether it is there."""
-        if not len(self.ids):
-            return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-        place = np.minimum(np.searchsorted(self.ids, wanted, sorter=self.order), len(self.ids) - 1)
-        position = self.order[place]
-        return position, self.ids[position] == wanted
+        return find_ids(self.ids, wanted, self.order)
 
 
 class KnownTable(msgspec.Struct, frozen=True):

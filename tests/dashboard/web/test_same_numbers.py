@@ -161,7 +161,8 @@ def test_trends_are_told_alike(asked, printed, name):
 
 
 def test_own_and_shared_bytes_are_told_alike(printed, tmp_path):
-    run = write_adapted(tmp_path / "run")
+    run = tmp_path / "run"
+    write_adapted(run)
     client = TestClient(create_app([str(run)]), base_url="http://127.0.0.1:8265")
     shown = {row["name"]: row for row in page(client, "?keep=last:1").json()["run"]["checkpoints"]}
     keys = ("nbytes", "disk_nbytes", "shared_nbytes", "shared_with")
@@ -185,7 +186,8 @@ def test_own_and_shared_bytes_are_told_alike(printed, tmp_path):
 
 
 def test_trends_have_the_bytes_that_were_written(tmp_path):
-    client = TestClient(create_app([str(write_adapted(tmp_path / "run"))]), base_url="http://127.0.0.1:8265")
+    write_adapted(tmp_path / "run")
+    client = TestClient(create_app([str(tmp_path / "run")]), base_url="http://127.0.0.1:8265")
     run = page(client).json()["run"]
     trends = client.get(f"/api/v1/runs/{run['id']}/trends").json()
     assert trends["nbytes"] == [FROZEN * (NBYTES + 4000), *[FROZEN * 4000] * 3]

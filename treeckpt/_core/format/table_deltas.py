@@ -52,8 +52,6 @@ def join_tables(index: Index) -> Index:
     Raises:
         FormatError: deltas that do not fit their table.
     """
-    if not index.tables:
-        return index
     tables = [(path, node) for node, path, _ in containers_of(index.structure) if isinstance(node, TableNode)]
     with_deltas = {path: len(deltas_of(node)) for path, node in tables if deltas_of(node)}
     if not with_deltas:

@@ -287,6 +287,11 @@ def piece_key(path: str, region: Region) -> str:
     return f"{path}{_SEPARATOR}{','.join(map(str, region.offset))}{_SEPARATOR}{','.join(map(str, region.shape))}"
 
 
+def readable_key(key: str) -> str:
+    """Returns a path, or a `piece_key`, as text for errors."""
+    return key.replace(_SEPARATOR, "@", 1).replace(_SEPARATOR, "+", 1)
+
+
 def check_disjoint(keys: Sequence[tuple[int, str]]) -> None:
     """Checks that pieces of one array are equal or disjoint: others cannot be compared as replicas.
 

@@ -728,6 +728,19 @@ def _as_ids(given: Any, what: str) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64)
 
 
+def find_ids(ids: np.ndarray, wanted: np.ndarray, order: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the position of each wanted id among others, and whether it is there.
+
+    Args:
+        order: sorts the others.
+    """
+    if not len(ids):
+        return np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
+    order = np.argsort(ids) if order is None else order
+    position = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
+    return position, ids[position] == wanted
+
+
 def _each_once(given: Any, what: str) -> np.ndarray:
     ids = _as_ids(given, what)
     values, counts = np.unique(ids, return_counts=True)
