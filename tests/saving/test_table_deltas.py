@@ -18,7 +18,10 @@ from tests.helpers.changing_tables import ChangingTable, rows_of, target
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.tree.keyed_table import buckets_of, sort_rows
+from treeckpt._core.tree.spec import TableSpec
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._loading.wanted_rows import search_ids
 from treeckpt._saving.incremental import KnownFiles
 from treeckpt._saving.table_deltas import MAX_DELTAS
 
@@ -89,6 +92,39 @@ def test_large_tables_are_searched_for_what_deltas_replace(tmp_path: Path, monke
         expected = save_steps(tmp_path / f"{number}", ChangingTable(300, **options), 6)
         for world, other in ((1, options), (3, options), (2, {"buckets": 5})):
             assert load_by(tmp_path / f"{number}" / "5", world, **{"buckets": 16} | other) == expected[5]
+
+
+@pytest.mark.parametrize("buckets", [1, 100, 1 << 16, 1 << 18])
+@pytest.mark.parametrize("function", ["u64_mod", "i64_mod", "splitmix64_mod"])
+def test_ids_of_deltas_are_found_in_the_order_of_a_table(buckets: int, function: str) -> None:
+    random, spec = np.random.default_rng(buckets), TableSpec(function, 1, buckets)
+    ids = np.unique(random.integers(-(1 << 63), (1 << 63) - 1, 50_000))
+    arranged = sort_rows(ids, spec)
+    wanted = random.permutation(np.concatenate([ids[::7], random.integers(-9, 9, 50)]))
+    part = buckets // 3, buckets - buckets // 5
+    start, stop = arranged.starts[part[0]], arranged.starts[part[1]]
+    held = arranged.of(ids)[start:stop]
+    bucket = buckets_of(wanted, spec)
+    wanted = wanted[(bucket >= part[0]) & (bucket < part[1])]
+    place, there = search_ids(held, arranged.starts[part[0] : part[1] + 1] - start, wanted, spec, part[0])
+    assert there.tolist() == np.isin(wanted, held).tolist() and len(wanted) > 0
+    assert held[place[there]].tolist() == wanted[there].tolist()
+
+
+def test_whole_rows_are_read_to_where_they_stay(tmp_path: Path) -> None:
+    rows = np.arange((5 << 20) + 8).reshape(-1, 8)
+    table = tc.KeyedTable(np.arange(len(rows)) * 3, {"x": rows, "y": rows}, buckets=4)
+    for step in range(3):
+        rows[:10] += step
+        tc.save(tmp_path / f"{step}", {"emb": table}, **({"base": tmp_path / f"{step - 1}"} if step else {}))
+    whole = tc.load(tmp_path / "2")["emb"]
+    loaded = whole.slots["y"]
+    index = tc.inspect(tmp_path / "2")
+    [leaf] = index.by_path["emb/slots/y"]
+    [chunk] = index.chunks_of(leaf)
+    _, start = index.locate(chunk.rank, chunk.start, chunk.start + rows.nbytes, leaf.path)
+    assert loaded.ctypes.data % 4096 == start % 4096 != 0
+    assert np.array_equal(loaded[np.argsort(whole.ids)], rows)
 
 
 @pytest.mark.parametrize("world", [2, 3])

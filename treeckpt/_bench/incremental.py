@@ -176,8 +176,10 @@ def _run(directory: Path, state: ChangingState, repetitions: int) -> list[Increm
             seconds = _seconds(partial(one.save, step, state.tree if one.takes_tables else state.plain))
             saved[one.name] += [seconds] if step > 2 else []
             print(f"{one.name}: {seconds:.3f} s, {one.written() / 1e6:.1f} MB", file=sys.stderr)
-    for _ in range(repetitions):
-        for one in contenders:
+    for repetition in range(repetitions):
+        # each is the first one in turn: what it finds in memory is left by the one before
+        first = repetition % len(contenders)
+        for one in contenders[first:] + contenders[:first]:
             loaded[one.name].append(_seconds(one.load))
     changed = state.changed_nbytes
     rows = [

@@ -51,7 +51,7 @@ from ..errors import CorruptError, MismatchError
 from ..rules._assemble import constant_write
 from ..rules._composed_array import Constant
 from ..rules._view import ComposedLeaf
-from .plan import LeafPlaceholder
+from .plan import LeafPlaceholder, page_offset
 from .wanted_rows import (
     Join,
     Patch,
@@ -401,10 +401,12 @@ def _patched(job: Load, leaf: Leaf, rows: Rows, patch: Patch, whole: ArraySpec, 
     job.check(path, leaf, whole)
     job.claims.take(path, leaf)
     row = whole.shape[1:]
-    own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *row)), path)
-    [piece] = own.pieces
     assert leaf.spec is not None, "columns are arrays"
     nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    first = Region((rows.start, *(0 for _ in row)), (min(1, patch.kept), *row))
+    there = 0 if isinstance(leaf, ComposedLeaf) else page_offset(job.index, leaf, first)
+    own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *row)), path, there)
+    [piece] = own.pieces
     others, kept = patch.others, first_rows(piece.data, patch.kept)
     if kept is not None and patch.kept:
         region = Region((rows.start, *(0 for _ in row)), (patch.kept, *row))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -363,9 +363,15 @@ class Load:
         device = self.options.device
         return device((saved.device if saved is not None else None) or "cpu") if callable(device) else device
 
-    def new(self, spec: ArraySpec, path: str) -> ArrayTarget:
-        """Returns a new array, on the device of the options, or else of the spec."""
-        target = like_of(spec, path, self.here, self._device_for(spec), allocate=self.take)
+    def new(self, spec: ArraySpec, path: str, page_offset: int = 0) -> ArrayTarget:
+        """Returns a new array, on the device of the options, or else of the spec.
+
+        Args:
+            page_offset: where in a page its bytes begin in their file. In memory they begin there too, if it is large:
+                they can be read past the page cache without a copy then.
+        """
+        take = partial(self.take, page_offset=page_offset) if self.take is not None else None
+        target = like_of(spec, path, self.here, self._device_for(spec), allocate=take)
         assert target is not None, "a spec describes an array"
         return target
 

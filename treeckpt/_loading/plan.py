@@ -16,7 +16,7 @@ import numpy as np
 
 from .._arrays.base import HostMemory, TargetPiece, raw_dtype
 from .._arrays.registry import library_of
-from .._core.format.records import File, Index, WholeChunk
+from .._core.format.records import File, Index, Leaf, WholeChunk
 from .._core.planning.load_plan import (
     READ_GAP,
     Chunk,
@@ -24,8 +24,10 @@ from .._core.planning.load_plan import (
     plan_contiguous_reads,
     split_at_multiples,
 )
+from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.region import Region, byte_runs, c_strides
 from .._core.tree.spec import ArraySpec
+from .._io.storage.memory import PAGE_NBYTES
 
 TURN = 32 << 20
 """Bytes that one rank of a host reads from the device at a time, of what several ranks want."""
@@ -144,6 +146,18 @@ def place_of(index: Index, path: str, chunk: Chunk | WholeChunk, nbytes: int, fi
     low = chunk.start + first
     file, position = index.locate(chunk.rank, low, low + nbytes, path)
     return file, position - file.header
+
+
+def page_offset(index: Index, leaf: Leaf, region: Region) -> int:
+    """Returns where in a page of its file a region of an array begins; 0 where it is not one range of one."""
+    chunks = index.chunks_of(leaf, region) if region.size else []
+    if len(chunks) != 1 or leaf.spec is None:
+        return 0
+    runs = byte_runs(region, chunks[0].region, dtype_of(leaf.spec.dtype).itemsize)
+    if runs.counts:
+        return 0
+    file, start = place_of(index, leaf.path, chunks[0], runs.length, runs.first)
+    return (file.header + start) % PAGE_NBYTES
 
 
 def read_for(

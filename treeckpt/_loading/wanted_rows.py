@@ -20,7 +20,7 @@ from .._core.format.records import Leaf
 from .._core.format.table_deltas import TablePart, parts_of
 from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.region import Region
-from .._core.tree.keyed_table import buckets_of, check_partition, find_ids, sort_rows
+from .._core.tree.keyed_table import buckets_of, check_partition, find_ids
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
 from ..errors import FormatError, LayoutError, MismatchError
@@ -347,48 +347,78 @@ def _rows_of_parts(
     of_whole, *others = _read_ranges(job, path, ranges)
     numbers = [np.arange(low, high) if leaf is ids else np.full(high - low, NO_ROW) for leaf, low, high in ranges[1:]]
     start, stop = ranges[0][1:]
+    every = np.concatenate(others)
     if is_searched and len(of_whole):
-        later, last = _last_in_order(numbers, others, saved)
         ends = np.append(firsts[0][: between[1] - between[0]] - start, stop - start)
-        place, there = _search(of_whole, ends, later, saved, between[0])
+        place, there = search_ids(of_whole, ends, every, saved, between[0])
     else:
-        later, last = _last_of_each(numbers, others)
-        place, there = find_ids(of_whole, later)
-    patch = _patch(of_whole, start, later, last, place, there)
+        place, there = find_ids(of_whole, every)
+    patch = _patch(of_whole, start, _last_changes(len(of_whole), numbers, others, place, there))
     if saved != spec:
         buckets = buckets_of(patch.ids, spec)
         patch = _selected(patch, start, (buckets >= owned[0]) & (buckets < owned[1]))
     return Rows(spec, _count(ids), start, len(patch.ids), patch=patch)
 
 
-def _patch(
-    of_whole: np.ndarray, start: int, later: np.ndarray, last: np.ndarray, place: np.ndarray, there: np.ndarray
-) -> Patch:
+class _LastChanges(msgspec.Struct, frozen=True):
+    """What the deltas of a table change of its whole rows."""
+
+    places: np.ndarray
+    """The rising positions, among the whole rows, of those that are replaced or deleted."""
+    rows: np.ndarray
+    """The number of the row that each is replaced by; `NO_ROW` where it is deleted."""
+    new_ids: np.ndarray
+    new_rows: np.ndarray
+    """The ids that no whole row has, and the numbers of their rows."""
+
+
+def _last_changes(
+    count: int, numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray], place: np.ndarray, there: np.ndarray
+) -> _LastChanges:
+    """Returns the last change of each id.
+
+    Args:
+        count: the number of whole rows.
+        numbers, ids: of each delta in turn, the ids that it changes, each once, and their rows or `NO_ROW`.
+        place: where each of all ids is among the whole rows, if it is `there`.
+    """
+    every = np.concatenate(numbers)
+    last = np.full(count, NO_ROW, np.int32 if len(every) < 1 << 31 else np.int64)  # of `every`, for each whole row
+    stop = 0
+    for own in numbers:
+        start, stop = stop, stop + len(own)
+        found = np.flatnonzero(there[start:stop]) + start
+        last[place[found]] = found
+    places = np.flatnonzero(last >= 0)
+    new_ids, new_rows = _last_of_each([every[~there]], [np.concatenate(ids)[~there]])
+    stays = new_rows >= 0
+    return _LastChanges(places, every[last[places]], new_ids[stays], new_rows[stays])
+
+
+def _patch(of_whole: np.ndarray, start: int, changes: _LastChanges) -> Patch:
     """Returns the rows that count: whole rows, what deltas have in their place, and new ones in that of deleted ones.
 
     Args:
         of_whole: the ids of the whole rows, from number `start` on.
-        later: the ids of the deltas, each once, and `last`, their rows or `NO_ROW`.
-        place: where each of these is among the whole rows, if it is `there`.
     """
-    stays = last >= 0
-    holes, new = place[there & ~stays], stays & ~there
-    count = len(of_whole) - len(holes) + int(new.sum())
+    places, rows = changes.places, changes.rows
+    stays = rows >= 0
+    holes = places[~stays]
+    count = len(of_whole) - len(holes) + len(changes.new_ids)
     kept = min(count, len(of_whole))
     number = np.arange(start + kept, start + len(of_whole))  # of the whole rows behind those that are kept
-    behind = there & stays & (place >= kept)
-    number[place[behind] - kept] = last[behind]
+    behind = stays & (places >= kept)
+    number[places[behind] - kept] = rows[behind]
     counts = np.ones(len(number), bool)
     counts[holes[holes >= kept] - kept] = False
-    free = np.concatenate([np.sort(holes[holes < kept]), np.arange(kept, count)])
-    same = there & stays & (place < kept)
-    rows = np.concatenate([last[same], last[new], number[counts]])
-    places = np.concatenate([place[same], free])
+    free = np.concatenate([holes[holes < kept], np.arange(kept, count)])
+    same = stays & (places < kept)
+    others = np.concatenate([rows[same], changes.new_rows, number[counts]])
     ids = of_whole
     if len(free) or kept < len(of_whole):
         ids = np.concatenate([of_whole[:kept], np.zeros(count - kept, np.int64)])
-        ids[free] = np.concatenate([later[new], of_whole[kept:][counts]])
-    return Patch(kept, rising(rows, places), ids)
+        ids[free] = np.concatenate([changes.new_ids, of_whole[kept:][counts]])
+    return Patch(kept, rising(others, np.concatenate([places[same], free])), ids)
 
 
 def rising(rows: np.ndarray, places: np.ndarray) -> Join:
@@ -426,16 +456,7 @@ def _last_of_each(numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray]) -> t
     return found, np.concatenate(numbers)[::-1][first]
 
 
-def _last_in_order(
-    numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray], saved: TableSpec
-) -> tuple[np.ndarray, np.ndarray]:
-    """As `_last_of_each`, in the order of the table, in which they are found faster."""
-    every, of_every = np.concatenate(ids), np.concatenate(numbers)
-    order = sort_rows(every, saved, "last", execute=table_threads()).order
-    return (every, of_every) if order is None else (every[order], of_every[order])
-
-
-def _search(
+def search_ids(
     ids: np.ndarray, firsts: np.ndarray, wanted: np.ndarray, saved: TableSpec, start: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `find_ids`, of ids in the order of a table; part by part, which stays in the cache.
@@ -444,26 +465,27 @@ def _search(
         firsts: the first position of each bucket from `start` on, and the end.
     """
     at, there = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), bool)
-    unsigned = ids.view(np.uint64)
+    unsigned, of_wanted = ids.view(np.uint64), wanted.view(np.uint64)
+    buckets = buckets_of(wanted, saved).view(np.int64) - start
+    # by bucket, so that a part of the ids stays in the cache; a stable sort of 16-bit numbers is a radix sort
+    shift = max(0, len(firsts).bit_length() - 16)
+    order = np.argsort((buckets >> shift).astype(np.uint16), kind="stable")
 
-    def search(part: slice) -> None:
-        target = wanted[part].view(np.uint64)
-        bucket = buckets_of(wanted[part], saved).view(np.int64) - start
+    def search(part: np.ndarray) -> None:
+        target, bucket = of_wanted[part], buckets[part]
         low, end = firsts[bucket], firsts[bucket + 1]
-        count = int((end - low).max(initial=0))
-        # the last position that does not lie behind the id, by steps of half the size
-        step = 1 << max(0, count.bit_length() - 1)
+        last = np.maximum(end - 1, 0)
+        # the last position of a bucket that does not lie behind the id, by steps of half the size
+        step = 1 << max(0, int((end - low).max(initial=0)).bit_length() - 1)
+        np.minimum(low, last, out=low)
         while step:
-            probe = low + step
-            inside = probe < end
-            np.minimum(probe, len(ids) - 1, out=probe)
-            low += step * (inside & (unsigned[probe] <= target))
+            probe = np.minimum(low + step, last)
+            low += (probe - low) * (unsigned.take(probe, mode="clip") <= target)
             step >>= 1
-        np.minimum(low, len(ids) - 1, out=low)
         at[part], there[part] = low, (low < end) & (unsigned[low] == target)
 
     if len(ids):
-        parts = [slice(low, low + SEARCHED_IDS) for low in range(0, len(wanted), SEARCHED_IDS)]
+        parts = [order[low : low + SEARCHED_IDS] for low in range(0, len(wanted), SEARCHED_IDS)]
         table_threads()([partial(search, part) for part in parts])
     return at, there
 

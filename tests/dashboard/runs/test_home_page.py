@@ -130,7 +130,8 @@ def test_runs_in_a_folder_are_those_that_ls_names_and_new_ones_appear(serve, tmp
     assert "a: a run of 2 steps" in told and "b: a run of 1 step," in told and "link: a run" not in told
     shutil.rmtree(tmp_path / "runs" / "b")
     assert until(lambda: named() == ["a"])
-    assert client.app.state.library.watches.keys() == {first["id"]}, "nothing is kept of a run that is gone"
+    watches = client.app.state.library.watches
+    assert until(lambda: watches.keys() == {first["id"]}), "nothing is kept of a run that is gone"
 
 
 def test_a_folder_that_becomes_a_run_or_a_folder_of_runs_is_taken_for_it(serve, tmp_path, monkeypatch):

@@ -25,6 +25,14 @@ def test_arrays_are_aligned_zeroed_and_apart():
     assert not any(any(piece[:64]) for piece in pieces)
 
 
+def test_large_memory_begins_where_in_a_page_it_is_told_to():
+    allocator = SlabAllocator()
+    for offset in (0, 64, 4032):
+        large, small = allocator.take(SLAB // 2 + 1, page_offset=offset), allocator.take(100, page_offset=offset)
+        assert (len(large), len(small)) == (SLAB // 2 + 1, 100)
+        assert address(large) % 4096 == offset and address(small) % 64 == 0
+
+
 @pytest.mark.parametrize("nbytes", [1, 100_000, 3 << 20, 20 << 20])
 def test_no_more_than_four_times_what_is_taken_is_mapped(monkeypatch: pytest.MonkeyPatch, nbytes: int):
     """The rest is at most one slab, and huge pages are 2 MiB."""

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from treeckpt._io.storage import local_files
-from treeckpt._io.storage.local_files import is_cached
+from treeckpt._io.storage.local_files import LocalReader, is_cached
+from treeckpt._io.storage.memory import aligned_buffer
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -63,6 +65,22 @@ def test_nothing_and_what_lies_past_the_end_are_not_cached(file: Path, way: str)
         assert not is_cached(opened.fileno(), 0, 0)
         assert not is_cached(opened.fileno(), (PAGES - 1) * PAGE, 2 * PAGE)
         assert not is_cached(opened.fileno(), 2 * PAGES * PAGE, PAGE)
+
+
+def test_what_is_not_cached_is_read_past_the_cache_into_memory_that_is_aligned_as_the_file(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "file", 32 * PAGE + 100
+    content = np.random.default_rng(0).bytes(PAGES * PAGE)
+    path.write_bytes(content)
+    forget(path)
+    reader = LocalReader(path)
+    aligned, shifted = aligned_buffer(nbytes), aligned_buffer(nbytes + 64)[64:]
+    for parts in ([shifted], [aligned[:PAGE], aligned[PAGE:]], [aligned[: 2 * PAGE]]):
+        assert not reader.read_parts(4 * PAGE, parts), "unaligned, several, and too few"
+    assert reader._direct_fd() >= 0 and not any(aligned) and not any(shifted)  # pyright: ignore[reportPrivateUsage]
+    assert reader.read_parts(4 * PAGE, [aligned])
+    assert bytes(aligned) == content[4 * PAGE : 4 * PAGE + nbytes]
+    assert not is_cached(reader.fd, 4 * PAGE, 32 * PAGE), "the page cache was passed by"
+    reader.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs another user")

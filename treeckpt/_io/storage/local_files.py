@@ -428,14 +428,19 @@ class LocalReader:
     def read_parts(self, offset: int, parts: Sequence[memoryview], *, shared: bool = False) -> bool:
         """Fills several buffers from the page cache; returns False if not all is cached. Raises as `read_into`.
 
+        Of what is not cached, one buffer is filled past the page cache if file and memory are aligned alike.
+
         Args:
             shared: also brings there what is not cached.
         """
-        nbytes = sum(map(len, parts))
-        if not shared and not is_cached(self.fd, offset, nbytes):
+        nbytes, filled = sum(map(len, parts)), 0
+        cached = shared or is_cached(self.fd, offset, nbytes)
+        if not cached and (len(parts) > 1 or nbytes < MIN_DIRECT_NBYTES):
             return False
         try:
-            self._copy(offset, parts, nbytes)
+            if not cached and not (filled := self._from_device(offset, parts[0])):
+                return False
+            self._copy(offset + filled, [parts[0][filled:], *parts[1:]], nbytes - filled)
         except OSError as error:
             error.filename = str(self._path)
             raise

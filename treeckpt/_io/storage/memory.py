@@ -108,10 +108,14 @@ class SlabAllocator:
         self._rest = memoryview(b"")
         self._next = FIRST_SLAB
 
-    def take(self, nbytes: int) -> memoryview:
-        """Returns zeroed memory, aligned to 64 bytes, that no other array shares."""
+    def take(self, nbytes: int, page_offset: int = 0) -> memoryview:
+        """Returns zeroed memory, aligned to 64 bytes, that no other array shares.
+
+        Args:
+            page_offset: bytes between the start of a page and that of memory of half a slab or more.
+        """
         if nbytes >= SLAB // 2:
-            return aligned_buffer(nbytes, huge=True)
+            return aligned_buffer(page_offset + nbytes, huge=True)[page_offset:]
         if nbytes > len(self._rest):
             while self._next < nbytes:
                 self._next *= 2
