@@ -242,9 +242,9 @@ def needed_nbytes(sharing: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def retained_nbytes(kept: Iterable[CheckpointInfo]) -> int:
     """Returns the bytes that stay for some checkpoints: of all their files, with those that they share with others."""
-    kept = {info.name: info for info in kept}
-    needed = needed_nbytes(info.shared_with for info in kept.values())
-    return sum_nbytes(kept.values()) + sum(nbytes for name, nbytes in needed.items() if name not in kept)
+    by_name = {info.name: info for info in kept}
+    needed = needed_nbytes(info.shared_with for info in by_name.values())
+    return sum_nbytes(by_name.values()) + sum(nbytes for name, nbytes in needed.items() if name not in by_name)
 
 
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
