@@ -13,7 +13,7 @@ import numpy as np
 from treeckpt._core.format.records import Index, Leaf
 from treeckpt._core.text import value_text, value_type
 from treeckpt._core.tree.spec import BLOB_KINDS
-from treeckpt._inspect.diff import leaf_text
+from treeckpt._inspect.diff import leaf_text, rows_text
 from treeckpt._inspect.outline import Outline, OutlineRow
 from treeckpt._inspect.treemap import TreemapKey, node_and_range, treemap_of
 from treeckpt._runs.catalog import needed_nbytes
@@ -134,13 +134,15 @@ def node_row(index: Index, damage: Damage, row: OutlineRow) -> NodeRow:
         path=shorten(row.path),
         share=row.nbytes / index.nbytes if index.nbytes else 0.0,
         leaf=row.first if leaf is not None else None,
-        text=leaf_text(index, leaf) if leaf is not None else _container_text(row),
+        text=leaf_text(index, leaf) if leaf is not None else _container_text(index, row),
         damaged=damage.count(row.first, row.first + row.leaves),
     )
 
 
-def _container_text(row: OutlineRow) -> str:
+def _container_text(index: Index, row: OutlineRow) -> str:
     kind = {"per_rank": "per rank"}.get(row.kind, row.kind)
+    if row.kind == "table":
+        return kind + rows_text(index, row.path)
     return f"{kind} {row.cls.rpartition(':')[2]}" if row.cls else kind
 
 

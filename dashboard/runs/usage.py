@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 import msgspec
 
 from treeckpt._inspect.deletion import CleanReport, Removal, RetainedDirectory
-from treeckpt._runs.catalog import CheckpointInfo, sum_nbytes
+from treeckpt._runs.catalog import CheckpointInfo, retained_nbytes, sum_nbytes
 from treeckpt._runs.run import RunDirectory
 from treeckpt._runs.usage import RunUsage, UsageFigures, disk_of, usage_figures, usage_of_run
 from treeckpt.errors import TreeckptError, visible
@@ -42,8 +42,9 @@ class ReasonRow(msgspec.Struct, frozen=True):
     reason: str
     steps: int
     nbytes: int
+    """Bytes of their files, with those that they share with others."""
     alone: int
-    """Bytes that are kept for this reason only."""
+    """Bytes that would go without this reason."""
 
 
 class RemovalRow(msgspec.Struct, frozen=True):
@@ -247,11 +248,10 @@ def _removal_row(one: Removal | RetainedDirectory) -> RemovalRow:
 
 
 def _reasons(infos: Sequence[CheckpointInfo], summary: RunSummary) -> list[ReasonRow]:
-    nbytes = {info.name: info.disk_nbytes or 0 for info in infos}
-    counts: dict[str, list[int]] = {}
-    for name, reasons in summary.reasons.items():
-        for reason in reasons:
-            row = counts.setdefault(reason, [0, 0, 0])
-            row[0], row[1] = row[0] + 1, row[1] + nbytes[name]
-            row[2] += nbytes[name] if len(reasons) == 1 else 0
-    return [ReasonRow(visible(reason), *row) for reason, row in sorted(counts.items(), key=lambda pair: -pair[1][1])]
+    kept = [info for info in infos if info.name in summary.reasons]
+    every, rows = retained_nbytes(kept), list[ReasonRow]()
+    for reason in {reason: None for reasons in summary.reasons.values() for reason in reasons}:
+        by = [info for info in kept if reason in summary.reasons[info.name]]
+        others = [info for info in kept if summary.reasons[info.name] != (reason,)]
+        rows.append(ReasonRow(visible(reason), len(by), retained_nbytes(by), every - retained_nbytes(others)))
+    return sorted(rows, key=lambda row: -row.nbytes)

@@ -14,10 +14,12 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.files import deleted_name, parse_file_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.shard_header import shard_name
+from treeckpt._io.storage import shared_files
 from treeckpt._io.storage.kept_files import hold_lease
+from treeckpt._io.storage.shared_files import read_shared
 from treeckpt._runs.removal import clean_checkpoint
 from treeckpt._runs.run import RunDirectory
-from treeckpt.policy import All, Last
+from treeckpt.policy import All, Last, Steps
 
 SHARED = FROZEN * NBYTES
 
@@ -102,6 +104,46 @@ def test_a_replaced_step_leaves_what_others_share(tmp_path: Path) -> None:
         manager.clean()
     assert all(parse_file_name(file.name) is not None for file in (tmp_path / "step_00000001").iterdir())
     assert data_nbytes(tmp_path / "step_00000001") < 8192
+
+
+@pytest.mark.parametrize("how", ["delete", "delete alone", "delete by force", "clean", "overwrite", "lost index"])
+def test_what_a_kept_index_names_stays_where_the_mark_of_that_is_lost(tmp_path: Path, how: str) -> None:
+    write_adapted(tmp_path, 3)
+    [mark] = tmp_path.rglob("shared.*.json")
+    mark.unlink()
+    origin, before = tmp_path / "step_00000001", tc.load(tmp_path / "step_00000003")
+    if how == "lost index":
+        (origin / INDEX_NAME).unlink()
+        RunDirectory(tmp_path).clean([All()], grace=0)
+    elif how == "clean":
+        RunDirectory(tmp_path).clean([Last(1)])
+    elif how == "overwrite":
+        tc.save(origin, {"step": 0}, step=1, overwrite=True)
+    elif how == "delete alone":
+        tc.delete(origin)
+    else:
+        RunDirectory(tmp_path).delete(1, force=how == "delete by force")
+    for _ in range(2):
+        assert tc.verify(tmp_path / "step_00000003")
+        assert torch.equal(tc.load(tmp_path / "step_00000003")["layer0"]["base"], before["layer0"]["base"])
+        RunDirectory(tmp_path).clean([Last(1), Steps((1,))], grace=0)
+    RunDirectory(tmp_path).delete(3)
+    RunDirectory(tmp_path).clean([Last(1)], grace=0)
+    assert how == "overwrite" or not list(tmp_path.rglob("shard-*"))
+
+
+def test_a_deletion_reads_other_indexes_only_where_they_may_name_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a size limit are not shared, as the index of their own save tells."""
+    read = list[str]()
+    monkeypatch.setattr(shared_files, "read_shared", lambda folder: read.append(folder.name) or read_shared(folder))
+    for step in range(1, 5):
+        tc.save(tmp_path / f"step_0000000{step}", {"w": torch.ones(9), "v": torch.ones(9)}, max_shard_bytes=36)
+    assert len(list(tmp_path.glob("step_00000001/shard-*"))) == 2
+    tc.delete(tmp_path / "step_00000001")
+    RunDirectory(tmp_path).delete(2, force=True)
+    assert not read and not (tmp_path / "step_00000001").exists() and not (tmp_path / "step_00000002").exists()
 
 
 def test_where_an_index_cannot_be_read_nothing_goes_that_it_may_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,10 +18,15 @@ import treeckpt as tc
 from tests.helpers.changing_tables import ChangingTable, rows_of, target
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks
 from treeckpt._cli.main import main
-from treeckpt._core.format.index import INDEX_NAME
+from treeckpt._core.format.index import INDEX_NAME, encode_index
+from treeckpt._core.format.table_deltas import count_rows
+from treeckpt._core.sharding.region import Region
 from treeckpt._core.tree.keyed_table import buckets_of, sort_rows
 from treeckpt._core.tree.spec import TableSpec
 from treeckpt._io.comm.comm import thread_comms
+from treeckpt._loading.peek import peek
+from treeckpt._loading.run_load import opened
+from treeckpt._loading.table_row import find_row
 from treeckpt._loading.wanted_rows import search_ids
 from treeckpt._saving.incremental import KnownFiles
 from treeckpt._saving.table_deltas import MAX_DELTAS
@@ -496,16 +502,85 @@ def test_converted_tables_are_whole(saved: tuple[Path, dict[int, Any]], tmp_path
 def test_the_row_of_an_id_is_the_one_that_counts(
     saved: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, rows = saved
-    before = rows_of(tc.load(path.parent / "0")["emb"])
+    at, rows = saved
+    before = rows_of(tc.load(at.parent / "0")["emb"])
     changed = next(i for i in rows if i in before and before[i] != rows[i])
     gone = next(i for i in before if i not in rows)
     for wanted in (changed, next(iter(rows))):
-        assert main(["show", str(path), "emb", "--id", str(wanted), "--json"]) == 0
+        assert main(["show", str(at), "emb", "--id", str(wanted), "--json"]) == 0
         slots = {slot["path"]: slot["values"] for slot in json.loads(capsys.readouterr().out)["slots"]}
-        assert [float(value) for value in slots["emb/slots/count"]] == pytest.approx(rows[wanted][1], rel=1e-5)
-    assert main(["show", str(path), "emb", "--id", str(gone)]) in (0, 1)
+        [count] = [values for path, values in slots.items() if path.endswith("/slots/count")]
+        assert [float(value) for value in count] == pytest.approx(rows[wanted][1], rel=1e-5)
+    assert main(["show", str(at), "emb", "--id", str(gone)]) in (0, 1)
     assert "not" in "".join(capsys.readouterr())
+
+
+def test_what_is_shown_of_a_row_is_in_the_leaf_that_holds_it(saved: tuple[Path, dict[int, Any]]) -> None:
+    path, rows = saved
+    parts = set[str]()
+    with opened(path) as checkpoint:
+        index, store = checkpoint.index, checkpoint.store
+        for wanted in (next(iter(rows)), list(rows)[-10]):  # of the whole rows, and of a delta
+            found = find_row(store, index, index.by_path["emb/ids"][0], str(wanted))
+            slot = found.slots[1]
+            held = index.entries[slot.leaf]
+            assert held.path == slot.path == f"{found.part}/slots/count" and found.row is not None
+            assert held.spec is not None and found.row < held.spec.shape[0] == found.part_rows
+            data = peek(store, index, held, Region((found.row, 0), (1, 1))).data
+            assert data.view(np.float64).tolist() == [rows[wanted][1]] and found.rows == len(rows)
+            parts.add(found.part)
+    assert len(parts) == 2
+
+
+@pytest.mark.parametrize("how", ["as saved", "flattened", "index made again"])
+def test_every_count_of_rows_is_that_of_a_load(
+    saved: tuple[Path, dict[int, Any]], capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    path, rows = saved
+    if how == "flattened":
+        assert main(["flatten", str(path)]) == 0
+    elif how == "index made again":
+        (path / INDEX_NAME).unlink()
+        assert tc.verify(path, repair=True)
+    count, before = len(rows), len(tc.load(path.parent / "3")["emb"].ids)
+    written = sum(leaf.spec.shape[0] for leaf in tc.inspect(path).entries if leaf.path.endswith("/ids") and leaf.spec)
+    assert len({count, before, written, 400}) == 4
+    for options in ({}, {"rename": {"emb": "other"}}, {"select": "emb/slots"}):
+        table = next(iter(tc.load_abstract(path, **options).values()))
+        assert {column.shape[0] for column in (table.ids, *table.slots.values()) if column is not ...} == {count}
+    assert rows_of(tc.load(path, tc.load_abstract(path))["emb"]) == rows
+    assert count_rows(tc.inspect(path), "emb") == count and count_rows(tc.inspect(path), "w") is None
+    capsys.readouterr()
+    for arguments in (["show", str(path)], ["show", str(path), "--structure"]):
+        assert main(arguments) == 0 and f"table of {count} rows" in capsys.readouterr().out
+    assert main(["diff", str(path.parent / "3"), str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"rows of table emb  {before}     {count}" in told, told
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_rows_of_all_owners_are_counted_once(tmp_path: Path, world: int) -> None:
+    table, comms = ChangingTable(3000), thread_comms(world)
+    for step in range(4):
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+
+        def save(comm: Any, step: int = step, base: Any = base) -> Any:  # two ranks are replicas where there are three
+            return tc.save(tmp_path / f"{step}", {"emb": table.table(comm.rank % 2, 2)}, comm=comm, **base)
+
+        assert errors_of(on_ranks(comms, save)) == [None] * world
+        assert tc.load_abstract(tmp_path / f"{step}")["emb"].ids.shape == (len(table.rows),)
+        table.change()
+
+
+def test_a_count_of_rows_that_no_save_writes_is_refused(saved: tuple[Path, dict[int, Any]]) -> None:
+    path, _ = saved
+    index = tc.inspect(path)
+    assert index.references is not None
+    for rows in ({"emb": -1}, {"emb": 1000}):
+        references = msgspec.structs.replace(index.references, rows=rows)
+        (path / INDEX_NAME).write_bytes(encode_index(msgspec.structs.replace(index, references=references)))
+        with pytest.raises(tc.FormatError, match="rows"):
+            tc.load_abstract(path)
 
 
 def test_a_flattened_checkpoint_has_all_rows_without_the_others(saved: tuple[Path, dict[int, Any]]) -> None:

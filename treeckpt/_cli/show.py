@@ -27,6 +27,7 @@ from .._core.format.records import (
     PerRankValues,
     ValueRecord,
 )
+from .._core.format.table_deltas import count_rows
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs, length_of
 from .._core.sharding.region import Region
@@ -46,9 +47,9 @@ from .._core.text import (
 )
 from .._core.tree.paths import similar_paths
 from .._core.tree.spec import ArraySpec
-from .._core.tree.structure import KeyTextCache, PerRankNode, Structure
+from .._core.tree.structure import KeyTextCache, PerRankNode, Structure, TableNode
 from .._core.tree.value_codec import Value
-from .._inspect.diff import leaf_text
+from .._inspect.diff import leaf_text, rows_text
 from .._inspect.numbers import ElementStats, as_numbers, element_stats
 from .._inspect.outline import Outline, OutlineRow
 from .._io.storage.checkpoint import NewestIndex
@@ -304,9 +305,10 @@ def _rows_below(outline: Outline, row: OutlineRow, depth: int) -> tuple[list[Out
 
 
 def _row_texts(index: Index, row: OutlineRow, level: int) -> tuple[str, str, str, str]:
-    what = leaf_text(index, index.entries[row.first]) if row.kind == "leaf" else row.cls or row.kind
+    is_leaf, rows = row.kind == "leaf", rows_text(index, row.path) if row.kind == "table" else ""
+    what = leaf_text(index, index.entries[row.first]) if is_leaf else (row.cls or row.kind) + rows
     size = bytes_text(row.nbytes) if row.nbytes else ""
-    return "  " * max(0, level - 1) + row.key, what, "" if row.kind == "leaf" else f"{row.leaves}", size
+    return "  " * max(0, level - 1) + row.key, what, "" if is_leaf else f"{row.leaves}", size
 
 
 def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
@@ -461,6 +463,8 @@ class StructureRow(msgspec.Struct, frozen=True, omit_defaults=True):
     value: Value | tuple[Value, ...] = None
     blob: ArraySpec | None = None
     """Of a text or bytes whose content is in shards: its type and length."""
+    rows: int | None = None
+    """Of a keyed table: the number of rows that a load gives."""
 
     def text(self) -> str:
         """Describes the row in one line, without its key."""
@@ -477,7 +481,8 @@ class StructureRow(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind == "value":
             value: Any = self.value
             return value_text(value, VALUE_CHARS)
-        return f"{self.kind} {self.cls}".rstrip() + ("" if self.children else ", empty")
+        rows = "" if self.rows is None else f" of {count_text(self.rows, 'row')}"
+        return f"{self.kind} {self.cls}".rstrip() + rows + ("" if self.children else ", empty")
 
     def _shares(self) -> str:
         return f", shares the memory of {self.shares}" if self.shares else ""
@@ -496,7 +501,8 @@ def structure_rows(index: Index, below: str = "") -> list[StructureRow]:
             rows.append(_leaf_row(index, next(leaves), depth, ranks))
             return
         kind, count = str(node.__struct_config__.tag), len(node.children)
-        rows.append(StructureRow(path, kind, depth, getattr(node, "cls", ""), count, ranks))
+        of_table = count_rows(index, path) if isinstance(node, TableNode) else None
+        rows.append(StructureRow(path, kind, depth, getattr(node, "cls", ""), count, ranks, rows=of_table))
         groups = [length_of(group) for group in node.ranks] if isinstance(node, PerRankNode) else [ranks] * count
         for step, child, group in zip(texts.of(node, path), node.children, groups, strict=True):
             walk(child, f"{path}/{step}" if depth else step, depth + 1, group)

@@ -48,7 +48,10 @@ def _facts(found: TableRow) -> list[tuple[str, str]]:
     if found.row is None:
         facts.append(("row", f"not in the table, which has {found.rows} rows"))
     else:
-        facts.append(("row", f"{found.row} of {found.rows}, written by rank {found.rank}"))
+        where = f"{found.part_rows}"
+        if found.part_rows != found.rows:
+            where += f" in {found.part}, of a table of {found.rows} rows"
+        facts.append(("row", f"{found.row} of {where}, written by rank {found.rank}"))
         facts.append(("bytes", f"{found.start}:{found.start + 8} of {found.file}"))
     for slot in found.slots:
         more = ", ..." if len(slot.values) < slot.elements else ""

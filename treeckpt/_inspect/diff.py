@@ -33,6 +33,7 @@ from .._core.format.records import (
     PerRankValues,
     ValueRecord,
 )
+from .._core.format.table_deltas import count_rows
 from .._core.sharding.int_runs import length_of
 from .._core.sharding.placements import Mesh, MeshLayout
 from .._core.sharding.region import Region
@@ -152,7 +153,16 @@ def _beside_leaves(a: Index, b: Index) -> list[BesideLeaves]:
         bare = [_without_attributes(index.structure) for index in (a, b)]
         names += ["containers, by kind or by the order of keys"] if bare[0] != bare[1] else []
         rows += [BesideLeaves(name, "changed", "", "") for name in names]
+    # the shapes of columns are those of what was written
+    for table in sorted({*_counted_tables(a), *_counted_tables(b)}):
+        before, after = ("" if (count := count_rows(index, table)) is None else f"{count}" for index in (a, b))
+        if before and after:
+            rows.append(BesideLeaves(f"rows of table {table}", "same" if before == after else "changed", before, after))
     return sorted(rows, key=lambda row: row.what == "same")
+
+
+def _counted_tables(index: Index) -> Mapping[str, int]:
+    return index.references.rows if index.references is not None else {}
 
 
 def _named_values(index: Index) -> dict[str, tuple[bytes, str]]:
@@ -244,6 +254,12 @@ def leaf_text(index: Index, leaf: Leaf) -> str:
     if leaf.spec is None:
         return f"{_kind(leaf)} {_values_text(leaf)}"
     return f"{_kind(leaf)} {leaf.spec.dtype} {shape_text(leaf.spec.shape)}"
+
+
+def rows_text(index: Index, path: str) -> str:
+    """Returns ` of 3 rows` for the path of a keyed table; nothing where each rank has its own."""
+    rows = count_rows(index, path)
+    return "" if rows is None else f" of {count_text(rows, 'row')}"
 
 
 def _values_text(leaf: Leaf) -> str:

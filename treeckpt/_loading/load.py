@@ -121,11 +121,11 @@ def _match_saved(job: Load) -> _SavedTree:
 def _specs(job: Load, taken: Sequence[Leaf]) -> dict[str, LeafPlaceholder]:
     """Returns the values, and the specs of arrays."""
     ties: dict[object, ArraySpec] = {}
-    specs = ((leaf, _spec_of(leaf, ties)) for leaf in taken)
+    specs = ((leaf, _spec_of(job, leaf, ties)) for leaf in taken)
     return {leaf.path: LeafPlaceholder(job.value(leaf, leaf.path) if spec is None else spec) for leaf, spec in specs}
 
 
-def _spec_of(leaf: Leaf, ties: dict[object, ArraySpec]) -> ArraySpec | None:
+def _spec_of(job: Load, leaf: Leaf, ties: dict[object, ArraySpec]) -> ArraySpec | None:
     """Returns the spec of an array, which names no device, so that it is wanted on any machine; None of a value.
 
     Args:
@@ -134,6 +134,8 @@ def _spec_of(leaf: Leaf, ties: dict[object, ArraySpec]) -> ArraySpec | None:
     if leaf.spec is None:
         return None
     record, spec = leaf.record, msgspec.structs.replace(leaf.spec, device=None)
+    if isinstance(job.index, JoinedIndex) and (rows := job.index.counted.get(leaf.number)) is not None:
+        spec = msgspec.structs.replace(spec, shape=(rows, *spec.shape[1:]))
     base = record.of if isinstance(record, AliasRecord) and record.view is None else leaf.number
     return ties.setdefault((base, spec), spec)
 
@@ -236,7 +238,7 @@ class SavedTargets:
         for number, job in reversed([*enumerate(self._jobs)]):
             if path in job.view.by_path:
                 if job.selected(path) and (leaf := job.find(path)) is not None:
-                    return _spec_of(leaf, self._ties) or LEAF
+                    return _spec_of(job, leaf, self._ties) or LEAF
             elif (node := self._containers_of(number).get(path)) is not None:
                 below = [f"{path}/{step}" if path else step for step, _ in paths_of(node)]
                 functions = resolve_function if job.options.allow_pickle else None

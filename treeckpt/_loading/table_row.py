@@ -17,7 +17,7 @@ import numpy as np
 
 from .._core.format.byte_map import ChunkLocation, locate_chunks
 from .._core.format.records import Index, Leaf, PerRankArrays
-from .._core.format.table_deltas import TablePart, join_tables, parts_of
+from .._core.format.table_deltas import count_rows, table_parts
 from .._core.sharding.dtypes import dtype_of
 from .._core.sharding.int_runs import decode_runs
 from .._core.sharding.region import Region
@@ -62,9 +62,13 @@ class TableRow(msgspec.Struct, frozen=True):
     bucket: int | None
     """None for a partition that is not known here."""
     row: int | None
-    """None where the table does not have the id."""
+    """The row in its `part`; None where the table does not have the id."""
+    part: str
+    """The path of the table, or of the rows of the delta that has the row; empty without a row."""
+    part_rows: int
+    """Rows of the part, with those that later deltas have replaced; 0 without a row."""
     rows: int
-    """Rows of the table, with those that its deltas have replaced."""
+    """Rows of the table, as a load gives them."""
     rank: int | None
     """The rank that wrote the row."""
     file: str
@@ -134,25 +138,22 @@ def find_row(store: Store, index: Index, ids: Leaf, id_text: str, *, rank: int |
         CorruptError: bytes are missing or differ from their checksums, or `offsets` are no rows of the table.
     """
     spec, wanted = index.tables.get(ids.number), parse_id(id_text)
-    saved, joined = index, join_tables(index)
-    if ids.path in joined.by_path:  # else they are those of a delta, which are looked through by themselves
-        index, ids = joined, next(leaf for leaf in joined.by_path[ids.path] if leaf.ranks == ids.ranks)
     if spec is None or ids.spec is None or len(ids.spec.shape) != 1 or ids.spec.dtype != "int64":
         raise MismatchError(ids.path, expected="the ids of a keyed table", found="something else")
     if rank is None and isinstance(ids.record, PerRankArrays):
         rank = int(decode_runs(ids.ranks or ())[0])
-    reads, count = _Reads(store, index, rank), ids.spec.shape[0]
-    bucket, row = _find(reads, index, ids, spec, wanted)
-    at = _place(index, ids, row, 8, rank) if row is not None else None
-    slots = tuple(_slots(reads, index, ids, row, rank)) if row is not None else ()
-    if index is not saved:
-        slots = tuple(msgspec.structs.replace(slot, leaf=saved.by_path[slot.path][0].number) for slot in slots)
+    reads, rows = _Reads(store, index, rank), count_rows(index, table_path(ids.path))
+    bucket, row, held = _find(reads, index, ids, spec, wanted)
+    at = _place(index, held, row, 8, rank) if row is not None else None
+    slots = tuple(_slots(reads, index, held, row, rank)) if row is not None else ()
     return TableRow(
         table_path(ids.path),
         id_text.strip(),
         bucket=bucket,
         row=row,
-        rows=count,
+        part=table_path(held.path) if row is not None else "",
+        part_rows=_length(held) if row is not None else 0,
+        rows=_length(ids) if rows is None else rows,
         rank=at[0].rank if at is not None else None,
         file=at[0].file.name if at is not None else "",
         start=at[1] if at is not None else 0,
@@ -162,32 +163,31 @@ def find_row(store: Store, index: Index, ids: Leaf, id_text: str, *, rank: int |
     )
 
 
-def _find(reads: _Reads, index: Index, ids: Leaf, spec: TableSpec, wanted: int) -> tuple[int | None, int | None]:
-    """Returns the bucket of an id and its row: that of the last part of the table which has it, or has deleted it."""
-    assert ids.spec is not None, "the caller has looked"
-    whole = TablePart(0, ids.spec.shape[0], index.entries[ids.number + 1])
+def _find(reads: _Reads, index: Index, ids: Leaf, spec: TableSpec, wanted: int) -> tuple[int | None, int | None, Leaf]:
+    """Returns the bucket of an id, its row, and the ids among which it is: those of the last part of the table that has
+    the id, or has deleted it."""
     bucket = row = None
-    for part in reversed(parts_of(index, ids) or (whole,)):
-        bucket, row = _search(reads, ids, part.offsets, (part.start, part.stop), spec, wanted)
+    for held, deleted in reversed(table_parts(index, ids)):
+        bucket, row = _search(reads, index, held, spec, wanted)
         if row is not None:
+            return bucket, row, held
+        if deleted is not None and _search(reads, index, deleted, spec, wanted)[1] is not None:
             break
-        if part.deleted is not None and part.deleted_offsets is not None and part.deleted.spec is not None:
-            gone = 0, part.deleted.spec.shape[0]
-            if _search(reads, part.deleted, part.deleted_offsets, gone, spec, wanted)[1] is not None:
-                break
-    return bucket, row
+    return bucket, None, ids
 
 
-def _search(
-    reads: _Reads, ids: Leaf, offsets: Leaf, rows: tuple[int, int], spec: TableSpec, wanted: int
-) -> tuple[int | None, int | None]:
-    """Returns the bucket of an id and its row, among a range of rows."""
-    start, stop = rows
-    count = stop - start
+def _length(ids: Leaf) -> int:
+    assert ids.spec is not None, "ids are an array"
+    return ids.spec.shape[0]
+
+
+def _search(reads: _Reads, index: Index, ids: Leaf, spec: TableSpec, wanted: int) -> tuple[int | None, int | None]:
+    """Returns the bucket of an id and its row."""
+    count, offsets = _length(ids), index.entries[ids.number + 1]  # they stand behind the ids
     try:
         check_partition(spec)
     except LayoutError:  # of a later version
-        return None, _scan(reads, ids, rows, wanted)
+        return None, _scan(reads, ids, count, wanted)
     bucket = int(buckets_of(np.array([wanted], np.int64), spec)[0])
     if offsets.spec is None or offsets.spec.shape != (spec.buckets,):
         raise CorruptError(offsets.path, expected=f"the first rows of {spec.buckets} buckets", found="others")
@@ -195,7 +195,7 @@ def _search(
     low, high = ends[:2]
     if not 0 <= low <= high <= count:
         raise CorruptError(offsets.path, expected=f"rising numbers up to {count}", found=f"{low}, {high}")
-    return bucket, _bisect(reads, ids, start + low, start + high, np.uint64(wanted & (1 << 64) - 1))
+    return bucket, _bisect(reads, ids, low, high, np.uint64(wanted & (1 << 64) - 1))
 
 
 def _bisect(reads: _Reads, ids: Leaf, low: int, high: int, wanted: np.uint64) -> int | None:
@@ -213,9 +213,9 @@ def _bisect(reads: _Reads, ids: Leaf, low: int, high: int, wanted: np.uint64) ->
     return None
 
 
-def _scan(reads: _Reads, ids: Leaf, rows: tuple[int, int], wanted: int) -> int | None:
-    for start in range(*rows, BLOCK_IDS):
-        found = np.flatnonzero(reads.numbers(ids, start, min(start + BLOCK_IDS, rows[1])) == wanted)
+def _scan(reads: _Reads, ids: Leaf, count: int, wanted: int) -> int | None:
+    for start in range(0, count, BLOCK_IDS):
+        found = np.flatnonzero(reads.numbers(ids, start, min(start + BLOCK_IDS, count)) == wanted)
         if len(found):
             return start + int(found[0])
     return None

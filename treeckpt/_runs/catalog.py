@@ -240,6 +240,13 @@ def needed_nbytes(sharing: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return needed
 
 
+def retained_nbytes(kept: Iterable[CheckpointInfo]) -> int:
+    """Returns the bytes that stay for some checkpoints: of all their files, with those that they share with others."""
+    by_name = {info.name: info for info in kept}
+    needed = needed_nbytes(info.shared_with for info in by_name.values())
+    return sum_nbytes(by_name.values()) + sum(nbytes for name, nbytes in needed.items() if name not in by_name)
+
+
 def id_of(info: CheckpointInfo) -> CheckpointId | None:
     """Returns the step by which a run has a checkpoint, or the text in its place; None for one that is none of the run.
 

@@ -163,10 +163,10 @@ class CheckpointRemover:
         why = ""
         try:
             with hold_lock(folder, "deleting"):
-                why = self._take_index(folder, removal, grace, mark)
                 marks = (removal.files[-1], mark)
                 # under the lock: no save may begin to share files in between
-                names = [] if why else spared(folder, [*removal.files[1:-1], *marks])
+                names = spared(folder, [*removal.files[1:-1], *marks])
+                why = self._take_index(folder, removal, grace, mark)
             if not why:
                 delete_files(folder, names, order=lambda name: name in marks)
                 folder.sync()

@@ -81,7 +81,7 @@ from .options import (
 )
 from .session import PreviousSave
 from .shard_writer import IndexContent, PathLook, SaveInfo, first_progress
-from .table_deltas import TableDeltas, must_be_whole
+from .table_deltas import TableDeltas, TableProposal, count_rows_of_ranks, must_be_whole
 
 # what the ranks say ---------------------------------------------------------------------------------------------------
 
@@ -111,8 +111,7 @@ class RankProposal(msgspec.Struct, array_like=True):
     """The digests of the values of `custom_metadata`."""
     files: dict[str, str] = {}
     """The checksums of the sidecar files that the rank is given; "" for a path, which rank 0 alone reads."""
-    follows: str | None = None
-    """The save whose rows the tables here share, see `TableDeltas.follows`."""
+    tables: TableProposal = TableProposal()
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -369,7 +368,7 @@ class _Agreement:
 
     def _decide_alone(self, error: Exception | None, tree: object) -> None:
         """Decides for one rank; raises the error of the steps before."""
-        if error is None and self.deltas is not None and must_be_whole([self.deltas.follows], self.base):
+        if error is None and self.deltas is not None and must_be_whole([self.deltas.proposal], self.base):
             error = self._flatten(tree, again=True)
         if error is not None:
             raise error
@@ -467,7 +466,7 @@ class _Agreement:
             running=self.previous.running,
             metadata={key: json_digest(value) for key, value in self.metadata.items()},
             files=self.file_digests,
-            follows=self.deltas.follows if self.deltas is not None else None,
+            tables=self.deltas.proposal if self.deltas is not None else TableProposal(),
         )
         if not self.previous.running:
             compare = self.options.verify_replicas
@@ -490,7 +489,7 @@ class _Agreement:
             decision.skipped = True
             return Conclusion(decision)
         check_idle(self.store.url, {rank: each.running for rank, each in proposals.items()})
-        if self.options.incremental is not None and must_be_whole((p.follows for p in proposals.values()), self.base):
+        if self.options.incremental is not None and must_be_whole((p.tables for p in proposals.values()), self.base):
             decision.whole_tables = True
             return self._conclusion(decision, last=False)
         decision.representatives = representatives(proposals)
@@ -642,10 +641,11 @@ class _Agreement:
 
     def _references(self, plan: GlobalPlan | None) -> References | None:
         """Returns what an incremental save records before its files are written; None for any other save."""
-        if plan is None or self.options.incremental is None:
+        if plan is None or self.deltas is None:
             return None
         since_full = 0 if self.base is None or self.base.full else self.base.references.since_full + 1
-        return References(plan.key, group=plan.group_runs, since_full=since_full)
+        rows = count_rows_of_ranks([self.deltas.proposal, *(each.tables for each in self.proposals.values())])
+        return References(plan.key, group=plan.group_runs, since_full=since_full, rows=rows)
 
 
 # what the coordinator concludes: nothing here waits -------------------------------------------------------------------

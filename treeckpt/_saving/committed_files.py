@@ -95,7 +95,7 @@ def remove_replaced(store: Store, save_id: str) -> None:
     found = [(name, owned) for name in present if (owned := parse_file_name(name)) is not None]
     kinds = ("shard", "sidecar", "progress", "prepared", "verdict", "ended")
     names = [name for name, owned in found if owned.save_id == save_id and owned.kind in kinds]
-    # only where a rank has more than one shard others may share them, or be about to
+    # of a rank's first shard others share nothing
     several = any((parsed := parse_shard_name(name)) is not None and parsed[3] for name in names)
     with hold_lock(store, "deleting") if several else contextlib.nullcontext():
         # of files that other checkpoints share the next clean-up asks again

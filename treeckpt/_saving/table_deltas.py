@@ -25,7 +25,16 @@ from .._arrays.registry import source_of
 from .._arrays.row_digests import row_digests
 from .._arrays.table_columns import column_array, gather_rows, read_ids, table_threads
 from .._core.tree.flatten import flatten, replace_leaves
-from .._core.tree.keyed_table import ColumnRows, KeyedTable, RowMarks, TableColumn, TableDelta, find_ids, table_path
+from .._core.tree.keyed_table import (
+    ColumnRows,
+    KeyedTable,
+    OwnedRows,
+    RowMarks,
+    TableColumn,
+    TableDelta,
+    find_ids,
+    table_path,
+)
 from .._core.tree.spec import ArraySpec
 from .._core.tree.structure import rank_key
 from .._io.comm.comm import Comm
@@ -89,6 +98,24 @@ class _Changes(msgspec.Struct, frozen=True):
     digests: np.ndarray | None
 
 
+class TableProposal(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's tables in an incremental save, as it tells rank 0."""
+
+    follows: str | None = None
+    """The save whose tables are shared; "" where tables are whole, None without tables."""
+    owned: dict[str, OwnedRows] = {}
+    """The rows that it has of each table with deltas, by its path."""
+
+
+def count_rows_of_ranks(proposals: Iterable[TableProposal]) -> dict[str, int]:
+    """Returns the number of rows of each table with deltas, by its path; owners of one range are replicas."""
+    parts: dict[str, dict[tuple[int, int], int]] = {}
+    for proposal in proposals:
+        for path, part in proposal.owned.items():
+            parts.setdefault(path, {})[part.start, part.stop] = part.rows
+    return {path: sum(rows.values()) for path, rows in parts.items()}
+
+
 class TableDeltas:
     """One rank's tables in an incremental save: puts deltas in their place, and keeps the rows for the next save.
 
@@ -102,8 +129,7 @@ class TableDeltas:
         usable = known is not None and known.max_shard_bytes == max_shard_bytes and not whole
         self._known = known if usable else None
         self._made: dict[str, KnownTable] = {}
-        self.follows: str | None = None
-        """The save whose tables are shared; "" where tables are whole, None without tables."""
+        self.proposal = TableProposal()
 
     def replace(self, tree: object, columns: Sequence[tuple[str, TableColumn]]) -> object:
         """Returns the tree with deltas in the place of tables, or the very tree where these are written whole."""
@@ -113,13 +139,17 @@ class TableDeltas:
             for path, column in columns
             if column.kind == "ids" and own not in path.split("/")
         }
-        self.follows = "" if tables else None
+        self.proposal = TableProposal("" if tables else None)
         if self._known is not None and self._known.tables.keys() == tables.keys() and tables:
             pairs = {path: self._delta(path, table, self._known.tables[path]) for path, table in tables.items()}
             if all(pair is not None for pair in pairs.values()):
-                self.follows = self._known.save_id
                 made = {path: pair for path, pair in pairs.items() if pair is not None}
                 self._made = {path: known for path, (_, known) in made.items()}
+                owned = {
+                    path: OwnedRows(self._comm.rank, *tables[path].owned, len(known.ids.ids))
+                    for path, known in self._made.items()
+                }
+                self.proposal = TableProposal(self._known.save_id, owned)
                 replaced = {id(tables[path]): table for path, (table, _) in made.items()}
                 return self._with_tables(tree, replaced)
         self._made = {path: known for path, table in tables.items() if (known := self._whole(path, table)) is not None}
@@ -195,13 +225,9 @@ class SharedSave(Protocol):
         ...
 
 
-def must_be_whole(follows: Iterable[str | None], base: SharedSave | None) -> bool:
-    """Whether ranks must write all tables whole, as not all share those of the checkpoint that the save follows.
-
-    Args:
-        follows: of each rank, see `TableDeltas.follows`.
-    """
-    saves = set(follows) - {None}
+def must_be_whole(proposals: Iterable[TableProposal], base: SharedSave | None) -> bool:
+    """Whether ranks must write all tables whole, as not all share those of the checkpoint that the save follows."""
+    saves = {proposal.follows for proposal in proposals} - {None}
     return not saves <= {""} and saves != {base.shared_id if base is not None else ""}
 
 

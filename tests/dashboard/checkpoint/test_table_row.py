@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.changing_tables import ChangingTable
 from tests.helpers.layout_cases import on_ranks
 from treeckpt._cli.main import main
 from treeckpt._core.format.shard_header import BLOCK
@@ -93,3 +94,26 @@ def test_a_slot_without_elements_leaves_the_row_compared_with_checksums(tmp_path
     tc.save(tmp_path, {"emb": tc.KeyedTable(np.arange(5), slots)})
     found = find(tmp_path, "3")
     assert found.verified and [slot.elements for slot in found.slots] == [2, 0]
+
+
+def test_a_row_of_a_delta_leads_to_the_leaf_that_holds_it_and_the_tree_counts_rows_as_a_load(serve, tmp_path):
+    table = ChangingTable(400, buckets=4)
+    for step in range(1, 5):
+        base = {"base": tmp_path / f"step_{step - 1}"} if step > 1 else {}
+        tc.save(tmp_path / f"step_{step}", {"emb": table.table()}, step=step, **base)
+        expected = dict(table.rows)
+        table.change()
+    client = serve(tmp_path / "step_4")
+    [run] = client.get("/api/v1/runs").json()["runs"]
+    [at] = [f"/checkpoints/{row['id']}" for row in run["checkpoints"]]
+    count, last = len(tc.load(tmp_path / "step_4")["emb"].ids), [*expected][-1]
+    [node] = client.get(f"/api/v1{at}").json()["tree"]["rows"]
+    assert node["text"] == f"table of {count} rows" and count == len(expected)
+    leaf = next(row["leaf"] for row in client.get(f"/api/v1{at}/leaves").json()["rows"] if row["path"] == "emb/ids")
+    page = client.get(f"/api/v1{at}/leaves/{leaf}", params={"id": f"{last}"}).json()["row"]
+    assert (page["rows"], page["part"], page["part_rows"]) == (count, "emb/deltas/1/rows", 27)
+    html = client.get(f"{at}/leaves/{leaf}", params={"id": f"{last}"}).text
+    assert f'of 27 in <span class="mono">emb/deltas/1/rows</span>, of a table of {count} rows' in html
+    for slot in page["slots"]:
+        held = client.get(f"/api/v1{at}/leaves/{slot['leaf']}", params={"region": f"{page['row']}"}).json()
+        assert held["path"] == slot["path"] and held["problem"] is None and held["found"][0] == page["row"]

@@ -11,11 +11,14 @@ import pytest
 
 import treeckpt as tc
 from tests.dashboard.helpers import page, under_way, usage_when_made
+from tests.helpers.adapted import write_adapted
 from tests.helpers.large import write_many
 from tests.helpers.samples import FILES, START_NS, write_checkpoint, write_mixed_run
 from treeckpt._cli.main import main
 from treeckpt._core.columns import bytes_column
+from treeckpt._core.format.files import PIN_NAME
 from treeckpt._core.text import bytes_text
+from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
@@ -48,6 +51,31 @@ def test_usage_adds_up_and_says_what_would_go(serve, tmp_path):
     html = client.get("/usage", params={"keep": "last:2 every:300"}).text
     assert "step_00000100" in html and "Would be freed" in html
     assert "No policies of this run are known" in client.get("/usage").text
+
+
+def test_bytes_of_a_reason_are_those_that_would_go_without_it(serve, tmp_path):
+    run = tmp_path / "run"
+    write_adapted(run)  # what is frozen lies with step 1
+    origin, frozen = run / "step_00000001", tc.inspect(run / "step_00000004").shared_with["step_00000001"]
+    (origin / PIN_NAME).write_bytes(b"{}")
+    client = serve(run)
+    own = {row["step"]: row["disk_nbytes"] for row in page(client).json()["run"]["checkpoints"]}
+    rows = {r["reason"]: r for r in usage_when_made(client, keep="last:1 every:3")["runs"][0]["reasons"]}
+    assert {name: (r["steps"], r["nbytes"], r["alone"]) for name, r in rows.items()} == {
+        "pinned": (1, own[1], own[1] - frozen),
+        "newest": (1, own[4] + frozen, 0),
+        "one of the last 1": (1, own[4] + frozen, 0),
+        "a multiple of 3 steps": (1, own[3] + frozen, own[3]),
+    }
+    (origin / PIN_NAME).unlink()
+    manager = tc.Manager(run, keep=None)
+    [removal] = [one for one in RunDirectory(run).clean([Last(3)]).removed if one.name == origin.name]
+    assert removal.nbytes == rows["pinned"]["alone"] - len(b"{}")
+    # what is left of it stays for the newest alone
+    for step in (2, 3):
+        manager.delete(step)
+    [reason] = usage_when_made(serve(run), keep="steps:9")["runs"][0]["reasons"]
+    assert (reason["reason"], reason["nbytes"], reason["alone"]) == ("newest", own[4] + frozen, own[4] + frozen)
 
 
 def test_requests_at_a_time_wait_for_one_plan(serve, tmp_path):

@@ -71,6 +71,8 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         stayed: for each array: how many checkpoints in a row have its bytes, `STAYED_SAVES` at most; 0 where they are
             others than in the checkpoint before.
         since_full: the number of saves since one that took nothing from others.
+        rows: of each table with deltas, by its path, the number of rows that a load gives: those of the table and of
+            its deltas but for replaced and deleted ones. Without it that is not known before ids are read.
     """
 
     key: str
@@ -80,11 +82,12 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     group: Runs = ()
     stayed: Runs = ()
     since_full: int = 0
+    rows: dict[str, int] = {}
 
     @property
     def before_files(self) -> References:
         """What is known before the files are written, as the manifest has it."""
-        return References(self.key, group=self.group, since_full=self.since_full)
+        return References(self.key, group=self.group, since_full=self.since_full, rows=self.rows)
 
     def places(self, parts: Sequence[int]) -> list[tuple[Home | None, int]]:
         """Returns (home, part there) of each file of the table; None for this checkpoint's own directory."""

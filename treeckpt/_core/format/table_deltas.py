@@ -8,7 +8,7 @@ last row counts; `_loading.keyed_tables` finds the rows that count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -39,6 +39,37 @@ class JoinedIndex(Index, frozen=True, dict=True):
 
     parts: dict[int, tuple[TablePart, ...]] = msgspec.field(default_factory=dict)
     """The parts of each joined table, by the leaf number of its ids."""
+    counted: dict[int, int] = msgspec.field(default_factory=dict)
+    """The rows that a load gives of each joined column, by its leaf number; see `count_rows`."""
+
+
+def count_rows(index: Index, table: str) -> int | None:
+    """Returns the number of rows of a table that a load gives; None if there is no such table, or one of each rank.
+
+    Args:
+        table: its path.
+    """
+    path = f"{table}/{TABLE_KEYS[0]}" if table else TABLE_KEYS[0]
+    ids = next((leaf for number in index.tables if (leaf := index.entries[number]).path == path), None)
+    if ids is None or ids.ranks is not None:
+        return None
+    recorded = index.references.rows.get(table) if index.references is not None else None
+    return _length(ids) if recorded is None else recorded
+
+
+def table_parts(index: Index, ids: Leaf) -> list[tuple[Leaf, Leaf | None]]:
+    """Returns the ids of each part of a saved table, the earliest first, and the ids that it deletes of those before.
+
+    Args:
+        index: that of a file, whose tables are not joined.
+        ids: of the table.
+    """
+    parts: list[tuple[Leaf, Leaf | None]] = [(ids, None)]
+    below = f"{ids.path.removesuffix(TABLE_KEYS[0])}{TABLE_DELTAS}/"
+    while ids.ranks is None and (path := f"{below}{len(parts) - 1}/{DELTA_KEYS[0]}/{TABLE_KEYS[0]}") in index.by_path:
+        deleted = f"{below}{len(parts) - 1}/{DELTA_KEYS[1]}/{TABLE_KEYS[0]}"
+        parts.append((_leaf(index, path), _leaf(index, deleted)))
+    return parts
 
 
 def parts_of(index: Index, ids: Leaf) -> tuple[TablePart, ...]:
@@ -57,20 +88,24 @@ def join_tables(index: Index) -> Index:
     if not with_deltas:
         return index
     left_out, joined, specs = set[int](), dict[int, ArrayRecord](), list(index.specs)
-    found: list[tuple[int, tuple[TablePart, ...]]] = []
+    found, counted = list[tuple[int, tuple[TablePart, ...]]](), dict[int, int]()
+    recorded = index.references.rows if index.references is not None else {}
     for path, count in with_deltas.items():
         prefix = f"{path}/" if path else ""
         below = f"{prefix}{TABLE_DELTAS}/"
         left_out.update(leaf.number for leaf in index.entries if leaf.path.startswith(below))
         parts = _parts(index, prefix, count)
         found.append((_leaf(index, prefix + TABLE_KEYS[0]).number, parts))
+        if not 0 <= (rows := recorded.get(path, parts[-1].stop)) <= parts[-1].stop:
+            raise FormatError(path, expected=f"0 to {parts[-1].stop} rows, as are written", found=f"{rows}")
         slots = [leaf.path for leaf in index.entries if leaf.path.startswith(f"{prefix}{TABLE_KEYS[2]}/")]
         for column in (prefix + TABLE_KEYS[0], *slots):
             own = column.removeprefix(prefix)
             leaves = [_leaf(index, column), *(_leaf(index, f"{below}{k}/{DELTA_KEYS[0]}/{own}") for k in range(count))]
             spec, joined[leaves[0].number] = _joined(index, leaves, parts, len(specs))
+            counted[leaves[0].number] = rows
             specs.append(spec)
-    return _without(index, left_out, joined, tuple(specs), found)
+    return _without(index, left_out, joined, tuple(specs), found, counted)
 
 
 def _leaf(index: Index, path: str) -> Leaf:
@@ -139,6 +174,7 @@ def _without(
     joined: dict[int, ArrayRecord],
     specs: tuple[ArraySpec, ...],
     parts: Sequence[tuple[int, tuple[TablePart, ...]]],
+    counted: Mapping[int, int],
 ) -> JoinedIndex:
     """Returns an index without some leaves, and with other records of others."""
     kept = [number for number in range(len(index.leaves)) if number not in left_out]
@@ -151,7 +187,8 @@ def _without(
         records.append(record)
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
     fields.update(structure=_without_deltas(index.structure), specs=specs, leaves=tuple(records))
-    return JoinedIndex(**fields, parts={now[number]: own for number, own in parts})
+    rows = {now[number]: count for number, count in counted.items()}
+    return JoinedIndex(**fields, parts={now[number]: own for number, own in parts}, counted=rows)
 
 
 def _without_deltas(structure: Structure) -> Structure:

@@ -1,24 +1,28 @@
 """Shards that several checkpoints of a run share, and which of them must stay when one of these is deleted.
 
 An index may name shards in the directory of another checkpoint of its run, see `_core.format.references`. Nobody counts
-them: who deletes files of a save there reads the indexes beside it. So that this is done only where it can matter, a
-save writes `shared.<save id>.json` into the directory of each save whose files its index names, before it publishes
-the index (`deletions.mark_shared_files`). The mark stays as long as a file that is named.
+them: who deletes files of a save there reads the indexes beside it, where other checkpoints may name any. They name no
+first shard of a rank, and none of a save that was not incremental, as the manifest in its first shard says.
 
-A save and a deletion find each other as in `deletions`. The save writes a lease and the mark before it looks for the
-lock of a deletion there, and looks for the files when there is none; the deletion writes the lock before it looks for
-the mark. A deletion that finds a mark reads the indexes then: of a save that is not committed yet it cannot see one,
-and so it deletes nothing where there is a lease. Before that the save holds a lease on the checkpoint that it follows,
-whose index names the same files.
+A save and a deletion find each other as in `deletions`. The save writes a lease and `shared.<save id>.json`, the mark,
+into the directory of each save whose files its index names, before it publishes the index
+(`deletions.mark_shared_files`). Then it looks for the lock of a deletion there, and looks for the files when there is
+none; the deletion writes the lock before it looks for the mark. A deletion that finds a mark cannot see the index of a
+save that is not committed yet, and so it deletes nothing where there is a lease. Before that the save holds a lease on
+the checkpoint that it follows, whose index names the same files. The mark stays as long as a file that is named.
 
-Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file that it
-may name is deleted. One that is missing can be made again from the headers of the shards, which name the same files.
+Where an index beside it cannot be read, or was taken away from a checkpoint that is still being read, no file of a save
+with a mark is deleted. An index that is missing can be made again from the headers of the shards, which name the same
+files. Where something has deleted the mark, what indexes name stays all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Mapping
+
+import msgspec
 
 from ..._core.format.files import parse_file_name
 from ..._core.format.references import decode_shared
@@ -45,13 +49,17 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     Raises:
         StoreError: the run could not be listed.
     """
-    kinds = [(name, kind) for name in names if (kind := parse_file_name(name)) is not None]
-    marked = {kind.save_id for _, kind in kinds if kind.kind == "shared"}
-    shards = frozenset(name for name, kind in kinds if kind.kind == "shard" and kind.save_id in marked)
+    kinds = [kind for name in names if (kind := parse_file_name(name)) is not None]
+    marked = {kind.save_id for kind in kinds if kind.kind == "shared"}
+    parsed = {name: named for name in names if (named := parse_shard_name(name)) is not None}
+    shards = frozenset(name for name, (save_id, _, _, part) in parsed.items() if part or save_id in marked)
+    if sharing is None:  # else it costs nothing to look
+        alone = {save for save in {parsed[name][0] for name in shards} - marked if _was_alone(folder, save, parsed)}
+        shards = frozenset(name for name in shards if parsed[name][0] not in alone)
     if not shards:
         return NeededFiles()
     # first of all: whose lease is gone by then has published its index before that is read
-    held = has_readers(folder, time.time_ns())
+    held = bool(marked) and has_readers(folder, time.time_ns())
     if sharing is None:
         others = folder.run().folders()
         sharing = dict(zip([other.name for other in others], for_each(folder, read_shared, others), strict=True))
@@ -62,7 +70,28 @@ def needed_files(folder: Store, names: Collection[str], sharing: Sharing | None 
     unread = tuple(sorted(other for other, shared in sharing.items() if shared is None and other != folder.name))
     named = frozenset(name for needed in found.values() for name in needed)
     by = tuple(sorted(other for other, needed in found.items() if needed))
-    return NeededFiles(shards if unread or held else named, by, unread, held)
+    perhaps = frozenset(name for name in shards if (unread or held) and parsed[name][0] in marked)
+    return NeededFiles(named | perhaps, by, unread if perhaps else (), held and bool(perhaps))
+
+
+class _Manifest(msgspec.Struct):
+    """What is read of a manifest."""
+
+    references: object = None
+
+
+def _was_alone(folder: Store, save_id: str, shards: Mapping[str, tuple[str, int, int, int]]) -> bool:
+    """Whether a save was not incremental; False where that is not known.
+
+    Args:
+        shards: those of the directory, as `parse_shard_name` takes their names apart.
+    """
+    with contextlib.suppress(TreeckptError, OSError, msgspec.MsgspecError):
+        for name, (owner, rank, _, part) in shards.items():
+            if (owner, rank, part) == (save_id, 0, 0):
+                manifest = read_header(folder, name)[1].manifest
+                return manifest is not None and msgspec.json.decode(manifest, type=_Manifest).references is None
+    return False
 
 
 def read_shared(folder: Store) -> Mapping[str, str] | None:
