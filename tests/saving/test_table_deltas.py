@@ -576,11 +576,25 @@ def test_a_count_of_rows_that_no_save_writes_is_refused(saved: tuple[Path, dict[
     path, _ = saved
     index = tc.inspect(path)
     assert index.references is not None
-    for rows in ({"emb": -1}, {"emb": 1000}):
-        references = msgspec.structs.replace(index.references, rows=rows)
-        (path / INDEX_NAME).write_bytes(encode_index(msgspec.structs.replace(index, references=references)))
+    for rows in ({"emb": -1}, {"emb": 1000}, {}):
+        count_as(path, index, rows)
         with pytest.raises(tc.FormatError, match="rows"):
             tc.load_abstract(path)
+
+
+def count_as(path: Path, index: Any, rows: dict[str, int]) -> None:
+    """Writes an index that gives tables with deltas other numbers of rows."""
+    references = msgspec.structs.replace(index.references, rows=rows)
+    (path / INDEX_NAME).write_bytes(encode_index(msgspec.structs.replace(index, references=references)))
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_count_that_is_not_that_of_the_ids_is_refused(saved: tuple[Path, dict[int, Any]], error: int) -> None:
+    path, rows = saved
+    count_as(path, tc.inspect(path), {"emb": len(rows) + error})
+    for like in (None, {"emb": target(buckets=4), "w": ...}):
+        with pytest.raises(tc.FormatError, match=f"emb/ids: expected {len(rows) + error} rows.*found {len(rows)}"):
+            tc.load(path, like)
 
 
 def test_a_flattened_checkpoint_has_all_rows_without_the_others(saved: tuple[Path, dict[int, Any]]) -> None:

@@ -21,7 +21,7 @@ fill value, and refused otherwise, because its old rows are not those of the new
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,7 @@ def column_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None) ->
         return _joined(job, [given], path, joined.missing, table.fill.get(column.name))
     whole = msgspec.structs.replace(wanted, shape=(rows.saved, *wanted.shape[1:]))
     if rows.patch is not None:
-        return _patched(job, leaf, rows, rows.patch, whole, path)
+        return _patched(job, leaf, rows, whole, path)
     if rows.picked is not None:
         return _joined(job, [GivenRows(job, leaf, Join(rows.picked), whole)], path)
     if rows.count < rows.saved:
@@ -356,7 +356,7 @@ def slot_as_saved(job: Load, leaf: Leaf) -> LeafPlaceholder | None:
         rows = all_rows(job, ids, ids_path) if parts_of(job.index, ids) else None
         if rows is None or rows.patch is None:
             return None
-        return _patched(job, leaf, rows, rows.patch, _with_rows(wanted, leaf), path)
+        return _patched(job, leaf, rows, _with_rows(wanted, leaf), path)
     elif chosen is not None:
         joined = find_chosen(job, own or ids, ids_path, chosen)
         _refuse_missing(job, joined, ids_path)
@@ -394,30 +394,47 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
     return msgspec.structs.replace(wanted, shape=(leaf.spec.shape[0], *wanted.shape[1:]))
 
 
-def _patched(job: Load, leaf: Leaf, rows: Rows, patch: Patch, whole: ArraySpec, path: str) -> LeafPlaceholder:
+def _patched(job: Load, leaf: Leaf, rows: Rows, whole: ArraySpec, path: str) -> LeafPlaceholder:
     """Adds a column of a table with deltas: the range of whole rows is read in place, and then the others over it."""
-    if leaf.number in job.index.tables:
-        return _given_ids(job, whole, patch.ids, path)
-    job.check(path, leaf, whole)
-    job.claims.take(path, leaf)
+    assert rows.patch is not None, "the table has deltas"
     row = whole.shape[1:]
-    assert leaf.spec is not None, "columns are arrays"
-    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
-    first = Region((rows.start, *(0 for _ in row)), (min(1, patch.kept), *row))
-    there = 0 if isinstance(leaf, ComposedLeaf) else page_offset(job.index, leaf, first)
-    own = job.new(msgspec.structs.replace(whole, shape=(rows.count, *row)), path, there)
-    [piece] = own.pieces
-    others, kept = patch.others, first_rows(piece.data, patch.kept)
-    if kept is not None and patch.kept:
-        region = Region((rows.start, *(0 for _ in row)), (patch.kept, *row))
-        job.batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, [TargetPiece(region, kept)]))
-    elif patch.kept:
-        others = rising(patch.numbers(rows.start), np.arange(rows.count))
-    batch = job.new_batch()
-    batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, row_pieces(piece.data, others, row, nbytes)))
-    job.batch.after.append(partial(job.run_now, batch))
+    spec = msgspec.structs.replace(whole, shape=(rows.count, *row))
+    if leaf.number in job.index.tables:
+        own = job.new(spec, path)
+        job.batch.after.append(partial(_put_ids, own, rows.patch))
+    else:
+        job.check(path, leaf, whole)
+        job.claims.take(path, leaf)
+        region = Region((rows.start, *(0 for _ in row)), (rows.kept, *row))
+        own = job.new(spec, path, 0 if isinstance(leaf, ComposedLeaf) else page_offset(job.index, leaf, region))
+        [piece] = own.pieces
+        kept = first_rows(piece.data, rows.kept)
+        if kept is not None and rows.kept:
+            job.batch.add_target(path, leaf, ArrayTarget(whole, own.leaf, [TargetPiece(region, kept)]))
+        in_place = kept is not None or not rows.kept
+        target = ArrayTarget(whole, own.leaf, own.pieces)
+        job.batch.after.append(partial(_put_others, job, leaf, target, rows, path, in_place=in_place))
     job.loaded += 1
     return LeafPlaceholder(own.leaf)
+
+
+def _put_ids(target: ArrayTarget, patch: Callable[[], Patch]) -> None:
+    """Writes the ids of a table with deltas."""
+    ids = patch().ids
+    for piece in target.pieces if len(ids) else ():
+        piece.data.write((slice(0, len(ids)),), ids.view(raw_dtype(8)))
+
+
+def _put_others(job: Load, leaf: Leaf, target: ArrayTarget, rows: Rows, path: str, *, in_place: bool) -> None:
+    """Reads the rows of a table with deltas over the range that was read in place; without it all rows."""
+    assert rows.patch is not None and leaf.spec is not None, "a column of a table with deltas"
+    patch, row = rows.patch(), target.spec.shape[1:]
+    others = patch.others if in_place else rising(patch.numbers(rows.start), np.arange(rows.count))
+    nbytes = math.prod(row) * dtype_of(leaf.spec.dtype).itemsize
+    pieces = row_pieces(target.pieces[0].data, others, row, nbytes)
+    batch = job.new_batch()
+    batch.add_target(path, leaf, ArrayTarget(target.spec, target.leaf, pieces))
+    job.run_now(batch)
 
 
 def _joined(

@@ -7,7 +7,7 @@ it. The ids of the deltas are sorted, and found among the whole rows inside of t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,13 @@ import numpy as np
 from .._arrays.base import ArrayTarget, ArrayWriter, Box, HostArray, HostMemory, TargetPiece, raw_dtype
 from .._arrays.table_columns import SelectedRowsWriter, table_threads
 from .._core.format.records import Leaf
-from .._core.format.table_deltas import TablePart, parts_of
+from .._core.format.table_deltas import JoinedIndex, TablePart, parts_of
 from .._core.planning.load_plan import READ_GAP
 from .._core.sharding.region import Region
 from .._core.tree.keyed_table import buckets_of, check_partition, find_ids
 from .._core.tree.spec import ArraySpec, TableSpec
 from .._core.tree.structure import TABLE_KEYS
+from .._threads import call_in_thread
 from ..errors import FormatError, LayoutError, MismatchError
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ class Join(msgspec.Struct, frozen=True):
 class Patch(msgspec.Struct, frozen=True):
     """Rows of a table with deltas: a range of the whole rows, over which others are put."""
 
-    kept: int
-    """The first so many rows are `start:start + kept` of the whole rows, but for those that are in `others`."""
     others: Join
-    """The other rows, each with its place."""
+    """The rows that are not those of the range, each with its place."""
     ids: np.ndarray
     """The ids of all rows: int64[count]."""
 
@@ -74,20 +73,22 @@ class Rows(msgspec.Struct, frozen=True):
     count: int
     picked: np.ndarray | None = None
     """The rising numbers of the wanted rows, where they are not `start:start + count`."""
-    patch: Patch | None = None
-    """The wanted rows of a table with deltas."""
+    kept: int = 0
+    """Of a table with deltas: the first so many rows are `start:start + kept` of the whole rows, but for others."""
+    patch: Callable[[], Patch] | None = None
+    """Returns the wanted rows of a table with deltas, once they are found."""
 
     def numbers(self, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers of the saved rows at positions among the wanted ones."""
         if self.picked is not None:
             return self.picked[positions]
-        return positions + self.start if self.patch is None else self.patch.numbers(self.start)[positions]
+        return positions + self.start if self.patch is None else self.patch().numbers(self.start)[positions]
 
 
 def ids_of(job: Load, leaf: Leaf, path: str, rows: Rows) -> np.ndarray:
     """Reads the ids of some rows of a table."""
     if rows.patch is not None:
-        return rows.patch.ids
+        return rows.patch().ids
     ids = np.empty(rows.count, np.int64)
     memory = HostArray(ids.view(raw_dtype(8)))
     if rows.picked is None:
@@ -324,7 +325,10 @@ def _rows_between(
 def _rows_of_parts(
     job: Load, spec: TableSpec, owned: tuple[int, int], path: str, ids: Leaf, parts: Sequence[TablePart]
 ) -> Rows:
-    """As `find_rows`, of a table with deltas: all first rows of buckets are read together, and then all ids."""
+    """As `find_rows`, of a table with deltas: all first rows of buckets are read together, and then all ids.
+
+    Which of all rows count is found in another thread, while the whole rows are read.
+    """
     saved, offsets_path = job.index.tables[ids.number], _offsets_path(path)
     between = owned if saved == spec else (0, saved.buckets)
     columns = [(ids, parts[0].offsets, parts[0].start, parts[0].stop)]
@@ -347,17 +351,34 @@ def _rows_of_parts(
     of_whole, *others = _read_ranges(job, path, ranges)
     numbers = [np.arange(low, high) if leaf is ids else np.full(high - low, NO_ROW) for leaf, low, high in ranges[1:]]
     start, stop = ranges[0][1:]
-    every = np.concatenate(others)
-    if is_searched and len(of_whole):
-        ends = np.append(firsts[0][: between[1] - between[0]] - start, stop - start)
-        place, there = search_ids(of_whole, ends, every, saved, between[0])
-    else:
-        place, there = find_ids(of_whole, every)
-    patch = _patch(of_whole, start, _last_changes(len(of_whole), numbers, others, place, there))
+
+    def find() -> Patch:
+        every = np.concatenate(others)
+        if is_searched and len(of_whole):
+            ends = np.append(firsts[0][: between[1] - between[0]] - start, stop - start)
+            place, there = search_ids(of_whole, ends, every, saved, between[0])
+        else:
+            place, there = find_ids(of_whole, every)
+        return _patch(of_whole, start, _last_changes(len(of_whole), numbers, others, place, there))
+
+    if saved == spec and owned == (0, saved.buckets):
+        assert isinstance(job.index, JoinedIndex), "it has parts"
+        count = job.index.counted[ids.number]
+        patch = call_in_thread(partial(_checked, find, count, path), "treeckpt-rows").result
+        return Rows(spec, _count(ids), start, count, kept=min(count, len(of_whole)), patch=patch)
+    found, kept = find(), len(of_whole)
     if saved != spec:
-        buckets = buckets_of(patch.ids, spec)
-        patch = _selected(patch, start, (buckets >= owned[0]) & (buckets < owned[1]))
-    return Rows(spec, _count(ids), start, len(patch.ids), patch=patch)
+        buckets = buckets_of(found.ids, spec)
+        found, kept = _selected(found, start, (buckets >= owned[0]) & (buckets < owned[1])), 0
+    return Rows(spec, _count(ids), start, len(found.ids), kept=min(kept, len(found.ids)), patch=lambda: found)
+
+
+def _checked(find: Callable[[], Patch], count: int, path: str) -> Patch:
+    """Finds the rows of a table; raises FormatError where they are not as many as the index says."""
+    found = find()
+    if len(found.ids) != count:
+        raise FormatError(path, expected=f"{count} rows, as references in the index say", found=f"{len(found.ids)}")
+    return found
 
 
 class _LastChanges(msgspec.Struct, frozen=True):
@@ -418,7 +439,7 @@ def _patch(of_whole: np.ndarray, start: int, changes: _LastChanges) -> Patch:
     if len(free) or kept < len(of_whole):
         ids = np.concatenate([of_whole[:kept], np.zeros(count - kept, np.int64)])
         ids[free] = np.concatenate([changes.new_ids, of_whole[kept:][counts]])
-    return Patch(kept, rising(others, np.concatenate([places[same], free])), ids)
+    return Patch(rising(others, np.concatenate([places[same], free])), ids)
 
 
 def rising(rows: np.ndarray, places: np.ndarray) -> Join:
@@ -438,7 +459,7 @@ def rising(rows: np.ndarray, places: np.ndarray) -> Join:
 def _selected(patch: Patch, start: int, chosen: np.ndarray) -> Patch:
     """Returns those rows of a table that are chosen, bool[count]."""
     ids = patch.ids[chosen]
-    return Patch(0, rising(patch.numbers(start)[chosen], np.arange(len(ids))), ids)
+    return Patch(rising(patch.numbers(start)[chosen], np.arange(len(ids))), ids)
 
 
 def _is_known(saved: TableSpec) -> bool:

@@ -72,7 +72,7 @@ class References(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
             others than in the checkpoint before.
         since_full: the number of saves since one that took nothing from others.
         rows: of each table with deltas, by its path, the number of rows that a load gives: those of the table and of
-            its deltas but for replaced and deleted ones. Without it that is not known before ids are read.
+            its deltas but for replaced and deleted ones.
     """
 
     key: str

@@ -96,8 +96,9 @@ def join_tables(index: Index) -> Index:
         left_out.update(leaf.number for leaf in index.entries if leaf.path.startswith(below))
         parts = _parts(index, prefix, count)
         found.append((_leaf(index, prefix + TABLE_KEYS[0]).number, parts))
-        if not 0 <= (rows := recorded.get(path, parts[-1].stop)) <= parts[-1].stop:
-            raise FormatError(path, expected=f"0 to {parts[-1].stop} rows, as are written", found=f"{rows}")
+        rows = recorded.get(path)
+        if rows is None or not 0 <= rows <= parts[-1].stop:
+            raise FormatError(path, expected=f"the number of its rows, up to {parts[-1].stop}", found=f"{rows}")
         slots = [leaf.path for leaf in index.entries if leaf.path.startswith(f"{prefix}{TABLE_KEYS[2]}/")]
         for column in (prefix + TABLE_KEYS[0], *slots):
             own = column.removeprefix(prefix)
