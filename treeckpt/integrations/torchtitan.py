@@ -138,9 +138,7 @@ class TreeckptManager(BaseCheckpointManager):
 
     def _fill(self, load: Callable[..., Any], *, model_only: bool) -> None:
         """Fills the states that the options name."""
-        names = (
-            [MODEL] if model_only else [name for name in self.states if name not in self.config.exclude_from_loading]
-        )
+        names = [MODEL] if model_only else [n for n in self.states if n not in self.config.exclude_from_loading]
         tree = self._tree(names)
         load(into=tree)
         self.states[MODEL].load_state_dict(tree)
