@@ -101,6 +101,26 @@ def test_what_is_lost_is_copied_back_and_then_verified_by_the_command(step, name
     assert info.status == "complete" and info.intact and advice is None
 
 
+def test_where_an_index_names_lost_shards_beside_those_of_the_save_before_that_comes_back(step, capsys):
+    """As where a save was stopped for minutes, a clean-up took its shards, and it was killed behind its PUT."""
+    before, copy = tc.inspect(step), shutil.copytree(step, step.parent.parent / "copy")
+    tc.save(step, {"a": np.arange(3)}, step=1, overwrite=True)
+    shutil.copy2(step / INDEX_NAME, copy / INDEX_NAME)
+    shutil.rmtree(step)
+    copy.rename(step)
+    # neither a clean-up nor a save takes what is left for leftovers
+    assert main(["gc", str(step)]) == 0
+    with pytest.raises(tc.TreeckptError):
+        tc.save(step, {"a": object()}, step=1, overwrite=True)
+    assert main(["verify", str(step)]) == 1
+    _, advice = advice_for(step)
+    assert advice.command == f"treeckpt rebuild-index {shlex.quote(str(step))} --replace"
+    told = capsys.readouterr().out
+    assert advice.text in told and "treeckpt gc" not in told
+    assert run(advice.command) == 0 and tc.inspect(step).save_id == before.save_id and tc.verify(step)
+    assert advice_for(step)[1] is None
+
+
 def test_an_index_of_a_newer_version_is_not_to_be_replaced(step):
     def newer(document):
         document["version"] = 99

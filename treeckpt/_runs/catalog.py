@@ -80,7 +80,7 @@ class DiskInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 FilesStatus = Literal["complete", "partial", "damaged", "unread", "foreign"]
-FilesFault = Literal["", "index_lost", "index_damaged", "files_lost", "files_long", "unfinished"]
+FilesFault = Literal["", "index_lost", "index_damaged", "files_lost", "files_long", "other_save", "unfinished"]
 Status = Literal["complete", "damaged", "partial", "in_progress", "stalled", "unread", "foreign", "reading"]
 STATUS_TEXTS: dict[Status, str] = {"in_progress": "in progress"}
 """How a status is written for people, where that is not its name."""
@@ -117,8 +117,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """What is wrong; of a complete checkpoint, whose tree loads, a sidecar file that is lost or of another size."""
     fault: FilesFault = ""
     """What the names and sizes of its files show to be wrong: index_lost: shards of all ranks are there, and no index;
-    files_lost: shards or sidecar files are missing or cut short; files_long: shards go on behind their end; unfinished:
-    what a save that has ended without an index, or a deletion that was cut short, has left."""
+    files_lost: shards or sidecar files are missing or cut short; other_save: so too, and shards of all ranks of another
+    save are there; files_long: shards go on behind their end; unfinished: what a save that has ended without an index,
+    or a deletion that was cut short, has left."""
     named_step: int | None = None
     """The step that the name of its directory says, by the patterns of its run; None for any other name."""
     metrics: dict[str, float] = {}
@@ -619,7 +620,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
         error=problem or _problem("sidecar file", summary.sidecars, files),
-        fault=_fault((*summary.sizes_here(files), *summary.sidecars), files),
+        fault=_fault((*summary.sizes_here(files), *summary.sidecars), files, summary.save_id),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         found_damaged=verdict_name(summary.save_id) in files,
@@ -664,9 +665,9 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files, shared: 
     return f"{len(bad)} of {count_text(len(sizes), what)} {are} not as saved: {name} {now}"
 
 
-def _fault(sizes: Sequence[tuple[str, int]], files: Files) -> FilesFault:
+def _fault(sizes: Sequence[tuple[str, int]], files: Files, save_id: str) -> FilesFault:
     if any(name not in files or files[name].nbytes < size for name, size in sizes):
-        return "files_lost"
+        return "other_save" if saves_of_all_ranks(files).keys() - {save_id} else "files_lost"
     return "files_long" if any(files[name].nbytes > size for name, size in sizes) else ""
 
 
