@@ -86,7 +86,7 @@ def holds(run: Path, step: int) -> bool:
     path = run / name_of(step)
     if not (path / INDEX_NAME).exists():
         return False
-    assert tc.verify(path), tc.verify(path)
+    assert tc.verify(path).ok, tc.verify(path)
     loaded = tc.load(path)
     table = loaded.pop("table")
     for key, value in tree_of(step).items():

@@ -124,7 +124,7 @@ def test_what_a_kept_index_names_stays_where_the_mark_of_that_is_lost(tmp_path: 
     else:
         RunDirectory(tmp_path).delete(1, force=how == "delete by force")
     for _ in range(2):
-        assert tc.verify(tmp_path / "step_00000003")
+        assert tc.verify(tmp_path / "step_00000003").ok
         assert torch.equal(tc.load(tmp_path / "step_00000003")["layer0"]["base"], before["layer0"]["base"])
         RunDirectory(tmp_path).clean([Last(1), Steps((1,))], grace=0)
     RunDirectory(tmp_path).delete(3)
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_has_lost_its_index_keeps_what_it_shares(tmp_path: Pat
     manager.delete(2)
     left = RunDirectory(tmp_path).clean([Last(1)], dry_run=True)
     manager.delete(1)
-    assert tc.verify(tmp_path / "step_00000003", repair=True), left
+    assert tc.verify(tmp_path / "step_00000003", repair=True).ok, left
     manager.delete(3)
     manager.clean()
     assert not list(tmp_path.rglob("shard-*"))
@@ -218,7 +218,7 @@ def test_copies_stay_while_a_checkpoint_is_flattened_and_go_where_that_was_kille
         assert copy.exists() and begun.exists()
     clean()
     assert not copy.exists() and not begun.exists()
-    assert tc.verify(path)
+    assert tc.verify(path).ok
 
 
 def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(

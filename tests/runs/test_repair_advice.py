@@ -54,6 +54,7 @@ BY_REPAIR = {
     ),
     "a header is damaged": lambda step: change(step, 20),
     "the timings are damaged": lambda step: next(step.glob("timings.*")).write_bytes(b"{"),
+    "a sidecar file is lost, and its copy is not": lambda step: next(step.glob("file.*")).unlink(),
 }
 
 
@@ -80,7 +81,7 @@ BY_COPY = {
     "bytes of arrays are changed": lambda step: change(step, -10),
     "a shard is missing": lambda step: lose(step, None),
     "a shard is cut short": lambda step: lose(step, 5000),
-    "a sidecar file is missing": lambda step: next(step.glob("file.*")).unlink(),
+    "a sidecar file and its copy are missing": lambda step: [file.unlink() for file in step.glob("*notes.txt")],
     "a sidecar file is changed": lambda step: next(step.glob("file.*")).write_bytes(b"hallo"),
 }
 
@@ -117,7 +118,7 @@ def test_where_an_index_names_lost_shards_beside_those_of_the_save_before_that_c
     assert advice.command == f"treeckpt rebuild-index {shlex.quote(str(step))} --replace"
     told = capsys.readouterr().out
     assert advice.text in told and "treeckpt gc" not in told
-    assert run(advice.command) == 0 and tc.inspect(step).save_id == before.save_id and tc.verify(step)
+    assert run(advice.command) == 0 and tc.inspect(step).save_id == before.save_id and tc.verify(step).ok
     assert advice_for(step)[1] is None
 
 

@@ -54,7 +54,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, save: Save) -> None:
         base = {"base": tmp_path / f"step_{step - 1}"} if step else {}
         reports.append(save(tmp_path / f"step_{step}", tree, **base))
         assert_same(tmp_path / f"step_{step}", tree)
-        assert tc.verify(tmp_path / f"step_{step}")
+        assert tc.verify(tmp_path / f"step_{step}").ok
     frozen, trained = FROZEN * NBYTES, FROZEN * 4000
     # the first save with a base puts them into files of their own
     assert [(report.nbytes, report.shared_nbytes) for report in reports] == [
@@ -143,7 +143,7 @@ def test_ranks_share_their_own_files_and_another_world_writes_all(tmp_path: Path
         outcomes = on_ranks(world, lambda comm: tc.save(tmp_path / f"{step}", tree, comm=comm, **base))
         assert all(outcome.error is None for outcome in outcomes), outcomes
         assert_same(tmp_path / f"{step}", tree)
-        assert tc.verify(tmp_path / f"{step}")
+        assert tc.verify(tmp_path / f"{step}").ok
         return sum(outcome.value.shared_nbytes for outcome in outcomes)
 
     shared = [save(step, 2) for step in range(4)]
@@ -176,7 +176,7 @@ def test_an_object_store_shares_files_too() -> None:
         report = tc.save(f"{run}/step_{step}", tree, overwrite=True, **base)
         assert_same(f"{run}/step_{step}", tree)
     assert report.shared_nbytes == FROZEN * NBYTES
-    assert tc.verify(f"{run}/step_3")
+    assert tc.verify(f"{run}/step_3").ok
 
 
 def test_a_store_of_one_checkpoint_alone_is_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_lost_index_is_made_again_with_the_files_of_others(shared: tuple[Path,
     path, tree = shared
     before = tc.inspect(path)
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert_same(path, tree)
     assert tc.inspect(path).shared_names == before.shared_names
 
@@ -240,7 +240,7 @@ def test_a_damaged_header_is_made_again_beside_shared_files(shared: tuple[Path, 
     with file.open("r+b") as opened:
         opened.seek(300)
         opened.write(b"\0\0\0\0")
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert file.read_bytes() == before
     assert_same(path, tree)
 
@@ -252,10 +252,10 @@ def test_a_flattened_checkpoint_needs_no_other(shared: tuple[Path, dict[str, Any
     assert_same(path, tree)
     shutil.rmtree(tmp_path / "0")
     shutil.rmtree(tmp_path / "1")
-    assert tc.verify(path)
+    assert tc.verify(path).ok
     assert_same(path, tree)
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert_same(path, tree)
     report = tc.save(tmp_path / "3", tree, base=path)
     assert report.shared_nbytes == FROZEN * NBYTES

@@ -77,7 +77,7 @@ def test_rows_that_have_changed_are_written_alone(tmp_path: Path, save: Save) ->
         loaded = tc.load(tmp_path / f"{step}")
         assert rows_of(loaded["emb"]) == rows and loaded["emb"].scalars == {"step": 7}
         assert loaded["w"].tolist() == [n + step for n in range(9)]
-        assert tc.verify(tmp_path / f"{step}")
+        assert tc.verify(tmp_path / f"{step}").ok
 
 
 @pytest.mark.parametrize("options", [{}, {"buckets": 13}, {"buckets": 7, "partition": "splitmix64_mod"}])
@@ -112,7 +112,7 @@ def test_each_owner_writes_its_own_changes(tmp_path: Path, world: int) -> None:
         assert nbytes == (27 * ROW + 5 * 8 + 2 * OFFSETS if step > 1 else nbytes)
         assert load_by(tmp_path / f"{step}", 2) == table.expected
         table.change()
-    assert tc.verify(tmp_path / "4")
+    assert tc.verify(tmp_path / "4").ok
 
 
 def test_where_one_rank_writes_its_table_whole_all_ranks_do(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_every_count_of_rows_is_that_of_a_load(
         assert main(["flatten", str(path)]) == 0
     elif how == "index made again":
         (path / INDEX_NAME).unlink()
-        assert tc.verify(path, repair=True)
+        assert tc.verify(path, repair=True).ok
     count, before = len(rows), len(tc.load(path.parent / "3")["emb"].ids)
     written = sum(leaf.spec.shape[0] for leaf in tc.inspect(path).entries if leaf.path.endswith("/ids") and leaf.spec)
     assert len({count, before, written, 400}) == 4
@@ -552,13 +552,13 @@ def test_a_flattened_checkpoint_has_all_rows_without_the_others(saved: tuple[Pat
     assert main(["flatten", str(path)]) == 0
     for step in range(4):
         shutil.rmtree(path.parent / f"{step}")
-    assert rows_of(tc.load(path)["emb"]) == rows and tc.verify(path)
+    assert rows_of(tc.load(path)["emb"]) == rows and tc.verify(path).ok
 
 
 def test_a_lost_index_is_made_again_with_the_deltas(saved: tuple[Path, dict[int, Any]]) -> None:
     path, rows = saved
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert rows_of(tc.load(path)["emb"]) == rows
 
 

@@ -1,9 +1,10 @@
 """Says which one command puts a checkpoint right, and what it will do; by what its files and a verification show.
 
-The command line and the pages take it from here. What the shards still prove is made again by `verify --repair`: a lost
-or damaged index, a header, the length of a shard, timings that cannot be read. Bytes of arrays that are lost, or files,
-can only be copied back; `verify` then finds that they are right. Where an index names lost shards beside those of
-another save, `rebuild-index --replace` makes the index of that. What a save or a deletion has left is removed by `gc`.
+The command line and the pages take it from here. What other bytes still prove is made again by `verify --repair`: a
+lost or damaged index, a header, the length of a shard, timings that cannot be read, a sidecar file that has its copy.
+Bytes of arrays that are lost, or files, can only be copied back; `verify` then finds that they are right. Where an
+index names lost shards beside those of another save, `rebuild-index --replace` makes the index of that. What a save or
+a deletion has left is removed by `gc`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _EFFECTS: dict[FilesFault, str] = {
     "index_lost": _INDEX,
     "index_damaged": _INDEX,
     "files_long": _AGAIN,
+    "copies_left": _AGAIN,
     "files_lost": _COPIED,
     "other_save": _OTHER,
     "unfinished": _LEFT,
