@@ -21,6 +21,7 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME, encode_index
 from treeckpt._core.format.table_deltas import count_rows
 from treeckpt._core.sharding.region import Region
+from treeckpt._core.tree.keyed_table import MAX_MARKS
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt._loading.peek import peek
 from treeckpt._loading.run_load import opened
@@ -337,19 +338,45 @@ def test_marks_of_a_save_that_failed_count_for_the_next_one(tmp_path: Path) -> N
     assert loaded.slots["x"][loaded.ids.argsort()].sum(1).nonzero()[0].tolist() == [5, 7] and report.nbytes < 200
 
 
-def test_marks_that_another_run_has_saved_are_not_missed(tmp_path: Path) -> None:
-    rows, comms = np.zeros((6000, 2)), [thread_comms(1)[0] for _ in range(2)]
-    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=4)
-    for step in range(4):
-        for run in range(2 if step % 2 else 1):
-            rows[10 * step + run] = 1
+def test_each_run_has_the_marks_since_its_own_save(tmp_path: Path) -> None:
+    rows, row = np.zeros((6000, 2)), 8 + 16
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=1)
+    runs: dict[int, Any] = {
+        number: tc.Manager(tmp_path / f"{number}", keep=None, incremental=True, background=False) for number in range(2)
+    }
+    for step in range(1, 9):
+        for run, manager in runs.items():
+            rows[10 * step + run] = step
             table.touched([10 * step + run])
-            before = step - (2 if run else 1)
-            base = {"base": tmp_path / f"{run}" / f"{before}"} if before >= 0 else {}
-            path = tmp_path / f"{run}" / f"{step}"
-            tc.save(path, {"emb": table}, comm=comms[run], **base)
-            loaded = tc.load(path)["emb"]
+            if run and step % 2:
+                continue  # the second one saves every other time
+            report = manager.save(step, {"emb": table})
+            # what was marked since its own save before, for steps of both
+            assert step < 3 + 3 * run or report.nbytes == (4 if run else 2) * row + 2 * 8, (step, run)
+            loaded = tc.load(manager.path(step))["emb"]
             assert np.array_equal(np.asarray(loaded.slots["x"])[loaded.ids.argsort()], rows)
+
+
+def test_a_run_that_saves_no_more_costs_no_other_run_anything(tmp_path: Path) -> None:
+    rows = np.zeros((6000, 2))
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=1)
+    managers = [tc.Manager(tmp_path / f"{run}", keep=1, incremental=True, background=False) for run in range(2)]
+    table.touched([])
+    for step in (1, 2):
+        managers[1].save(step, {"emb": table})
+    for step in range(1, MAX_MARKS + 10):
+        table.touched([step])
+        rows[step] = step
+        if step < 3 or step > MAX_MARKS + 4:
+            managers[0].save(step, {"emb": table})
+    table.touched([5000])
+    report = managers[0].save(step + 1, {"emb": table})
+    assert isinstance(report, tc.SaveReport) and report.nbytes == 24 + 2 * 8
+    rows[5001] = 1
+    table.touched([5001])
+    managers[1].save(3, {"emb": table})
+    loaded = tc.load(managers[1].path(3))["emb"]
+    assert np.array_equal(np.asarray(loaded.slots["x"])[loaded.ids.argsort()], rows)
 
 
 def test_a_hash_table_of_the_program_marks_its_rows(tmp_path: Path) -> None:

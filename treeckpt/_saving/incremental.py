@@ -43,7 +43,7 @@ from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
 from .shard_files import WRITE_THREADS, has_checksums
 from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
-from .table_deltas import KnownTables, TableDeltas
+from .table_deltas import KnownRuns, TableDeltas
 
 _log = logging.getLogger("treeckpt")
 
@@ -304,7 +304,7 @@ class IncrementalSave:
         candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part].digest))]
         stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
         if not stored <= {file.part for file, _ in candidates}:
-            self._comm.state.remove(KnownTables)
+            self._comm.state.remove(KnownRuns)
             raise CheckpointError(
                 self._store.url,
                 expected="the rows of tables in the files of the checkpoint before",

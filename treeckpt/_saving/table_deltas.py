@@ -42,6 +42,8 @@ from .._io.comm.comm import Comm
 _log = logging.getLogger("treeckpt")
 MAX_DELTAS = 10
 """The number of deltas of a table, at most: a load reads all of them."""
+MAX_RUNS = 4
+"""The number of runs that save tables in turn, at most: of any other run all rows are written."""
 FEW_ROWS = 4096
 """The rows of a rank that do not count: a part with fewer is not a reason to write tables whole."""
 
@@ -80,12 +82,18 @@ class KnownTable(msgspec.Struct, frozen=True):
 
 
 class KnownTables(msgspec.Struct, frozen=True):
-    """The tables of the checkpoint that this rank has saved last, which the comm keeps for the next save."""
+    """The tables of the checkpoint that this rank has saved last in a run."""
 
     save_id: str
     max_shard_bytes: int
     tables: Mapping[str, KnownTable]
     """By the path of the table."""
+
+
+class KnownRuns(msgspec.Struct, frozen=True):
+    """The tables that the comm keeps for the next save in each run, the run that was saved last behind the others."""
+
+    by_url: dict[str, KnownTables]
 
 
 class _Changes(msgspec.Struct, frozen=True):
@@ -120,12 +128,14 @@ class TableDeltas:
     """One rank's tables in an incremental save: puts deltas in their place, and keeps the rows for the next save.
 
     Args:
+        run: its URL.
         whole: writes all tables whole.
     """
 
-    def __init__(self, comm: Comm, max_shard_bytes: int, namespace: str, *, whole: bool = False) -> None:
-        self._comm, self._limit, self._namespace = comm, max_shard_bytes, namespace
-        known = comm.state.get(KnownTables)
+    def __init__(self, comm: Comm, run: str, max_shard_bytes: int, namespace: str, *, whole: bool = False) -> None:
+        self._comm, self._run, self._limit, self._namespace = comm, run, max_shard_bytes, namespace
+        runs = comm.state.get(KnownRuns)
+        known = runs.by_url.get(run) if runs is not None else None
         usable = known is not None and known.max_shard_bytes == max_shard_bytes and not whole
         self._known = known if usable else None
         self._made: dict[str, KnownTable] = {}
@@ -157,9 +167,12 @@ class TableDeltas:
 
     def keep(self, save_id: str) -> None:
         """Keeps the tables for the next save: the save has succeeded."""
-        self._comm.state.put(KnownTables(save_id, self._limit, self._made))
+        runs = self._comm.state.get(KnownRuns)
+        others = {url: known for url, known in runs.by_url.items() if url != self._run} if runs is not None else {}
+        own = {self._run: KnownTables(save_id, self._limit, self._made)}
+        self._comm.state.put(KnownRuns(dict([*others.items()][1 - MAX_RUNS :]) | own))
         for known in self._made.values():
-            known.marks.drop(known.position)
+            known.marks.saved(self._run, known.position)
 
     def _with_tables(self, tree: object, replaced: Mapping[int, KeyedTable]) -> object:
         """Returns a tree with other tables in the place of those with these identities."""
@@ -271,7 +284,7 @@ def _changes(
 ) -> _Changes | None:
     """Returns what has changed in a table; None where that is not known."""
     if table.marks.position and known.marks is table.marks:
-        marked = table.marks.since(known.position)  # dropped where another run has saved the table since
+        marked = table.marks.since(known.position)  # dropped where another run has saved many times since
         return None if marked is None else _marked_changes(path, ids, marked, known.ids)
     if known.digests is None:
         return None
