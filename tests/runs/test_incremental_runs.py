@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -228,6 +229,13 @@ def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
     assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "1 shard of 3.6 MB stay: step_00000002 and step_00000003 share them" in shown
+
+
+def test_values_of_a_leaf_are_shown_whose_file_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = write_adapted(tmp_path, 3)
+    assert main(["show", str(tmp_path / "step_00000003"), "layer0/base", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["values"]
+    assert shown["verified"] and shown["statistics"]["minimum"] == pytest.approx(float(state.frozen[0].min()), abs=2)
 
 
 def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
