@@ -212,6 +212,39 @@ def test_a_table_of_which_most_has_changed_is_written_whole(tmp_path: Path) -> N
     assert report.nbytes > 6000 * ROW and load_by(tmp_path / "3", 1) == table.expected
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_delta_that_takes_more_bytes_than_the_table_is_not_written(tmp_path: Path, world: int) -> None:
+    """The first rows of all buckets are written with each delta, twice."""
+    table, comms, buckets = ChangingTable(2000, buckets=4096), thread_comms(world), 4096 * 8
+
+    def save(comm: Any, step: int) -> Any:
+        own = {"small": table.table(comm.rank, world), "large": larger.table(comm.rank, world)}
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        return tc.save(tmp_path / f"{step}", own if step > 3 else {"small": own["small"]}, comm=comm, **base)
+
+    larger = ChangingTable(8000, seed=1, buckets=4096)
+    for step in range(8):
+        outcomes = on_ranks(comms, partial(save, step=step))
+        assert errors_of(outcomes) == [None] * world
+        nbytes = sum(outcome.value.nbytes for outcome in outcomes)
+        small, whole = 2 * buckets + 27 * ROW + 40, buckets + len(table.rows) * ROW
+        assert small < whole, "a delta is less here"
+        assert nbytes == (small if step in (2, 3) else 2 * small if step > 4 else nbytes)
+        table.change()
+        larger.change()
+
+
+def test_a_table_of_few_rows_and_many_buckets_is_written_whole(tmp_path: Path) -> None:
+    table = ChangingTable(300, buckets=4096)
+    for step in range(5):
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        report = tc.save(tmp_path / f"{step}", {"emb": table.table()}, **base)
+        assert (
+            report.nbytes == 4096 * 8 + len(table.rows) * ROW and load_by(tmp_path / f"{step}", 1, 4096) == table.rows
+        )
+        table.change()
+
+
 def test_a_table_is_written_whole_after_a_restart_and_with_other_slots(tmp_path: Path) -> None:
     table = ChangingTable()
     save_steps(tmp_path, table, 4)

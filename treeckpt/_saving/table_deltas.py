@@ -7,7 +7,8 @@ has marked (`KeyedTable.touched`), or else from a digest of each row, which is k
 
 A table is written whole after `MAX_DELTAS` deltas, or once these have half as many rows as the table, where it has
 other slots or another owner than before, after a restart, and under `PerRank`. If one rank writes one table whole, all
-ranks write all tables whole, so that they describe the same tree.
+ranks write all tables whole, so that they describe the same tree; and so they do where the deltas of all tables take
+more bytes, as those of few rows in many buckets.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class TableProposal(msgspec.Struct, frozen=True, array_like=True):
     """The save whose tables are shared; "" where tables are whole, None without tables."""
     owned: dict[str, OwnedRows] = {}
     """The rows that it has of each table with deltas, by its path."""
+    spared: int = 0
+    """The bytes by which these deltas are less than the tables."""
 
 
 def count_rows_of_ranks(proposals: Iterable[TableProposal]) -> dict[str, int]:
@@ -154,13 +157,13 @@ class TableDeltas:
             pairs = {path: self._delta(path, table, self._known.tables[path]) for path, table in tables.items()}
             if all(pair is not None for pair in pairs.values()):
                 made = {path: pair for path, pair in pairs.items() if pair is not None}
-                self._made = {path: known for path, (_, known) in made.items()}
+                self._made = {path: known for path, (_, known, _) in made.items()}
                 owned = {
                     path: OwnedRows(self._comm.rank, *tables[path].owned, len(known.ids.ids))
                     for path, known in self._made.items()
                 }
-                self.proposal = TableProposal(self._known.save_id, owned)
-                replaced = {id(tables[path]): table for path, (table, _) in made.items()}
+                self.proposal = TableProposal(self._known.save_id, owned, sum(spared for _, _, spared in made.values()))
+                replaced = {id(tables[path]): table for path, (table, _, _) in made.items()}
                 return self._with_tables(tree, replaced)
         self._made = {path: known for path, table in tables.items() if (known := self._whole(path, table)) is not None}
         return tree
@@ -201,8 +204,11 @@ class TableDeltas:
         stored = _part(table, columns.pop(""), columns)
         return KnownTable(stored, TableIds(ids.copy()), digests, table.marks, position)
 
-    def _delta(self, path: str, table: KeyedTable, known: KnownTable) -> tuple[KeyedTable, KnownTable] | None:
-        """Returns a table as deltas, and what the next save has to know of it; None where it is to be written whole."""
+    def _delta(self, path: str, table: KeyedTable, known: KnownTable) -> tuple[KeyedTable, KnownTable, int] | None:
+        """Returns a table as deltas, what the next save has to know of it, and `TableProposal.spared`.
+
+        It returns None where the table is to be written whole.
+        """
         sources, stored = self._sources(path, table), known.stored
         if sources is None or not _is_valid(sources) or (table.spec, table.owned) != (stored.spec, stored.owned):
             return None
@@ -226,7 +232,12 @@ class TableDeltas:
         without = TableDelta(*(_without_data(part) for part in (delta.rows, delta.deleted)))
         made, then = (_with_deltas(stored, table, (*stored.deltas, last)) for last in (delta, without))
         kept = ids if ids is known.ids else TableIds(ids.ids.copy())
-        return made, KnownTable(then, kept, changes.digests, table.marks, position)
+        row = sum(source.spec.nbytes for source in sources.values()) // max(len(ids.ids), 1)
+        # the first rows of the buckets are written twice
+        spared = (
+            (len(ids.ids) - len(changes.rows)) * row - deleted.ids.spec.nbytes - 8 * (table.owned[1] - table.owned[0])
+        )
+        return made, KnownTable(then, kept, changes.digests, table.marks, position), spared
 
 
 class SharedSave(Protocol):
@@ -239,9 +250,15 @@ class SharedSave(Protocol):
 
 
 def must_be_whole(proposals: Iterable[TableProposal], base: SharedSave | None) -> bool:
-    """Whether ranks must write all tables whole, as not all share those of the checkpoint that the save follows."""
-    saves = {proposal.follows for proposal in proposals} - {None}
-    return not saves <= {""} and saves != {base.shared_id if base is not None else ""}
+    """Whether ranks must write all tables whole.
+
+    They must where not all share those of the checkpoint that the save follows, or where that is less to write.
+    """
+    made = [proposal for proposal in proposals if proposal.follows is not None]
+    saves = {proposal.follows for proposal in made}
+    if saves <= {""}:
+        return False
+    return saves != {base.shared_id if base is not None else ""} or sum(proposal.spared for proposal in made) <= 0
 
 
 def _is_valid(sources: Mapping[str, ArraySource]) -> bool:
