@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
 from tests.helpers.stopped import stopping
-from tests.helpers.world import on_ranks
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt._arrays.base import LazyArray
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
@@ -150,6 +151,29 @@ def test_ranks_share_their_own_files_and_another_world_writes_all(tmp_path: Path
     assert shared == [0, 0, FROZEN * NBYTES, FROZEN * NBYTES]
     assert save(4, 3) == 0
     assert save(5, 3) == FROZEN * NBYTES
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)])
+def test_a_file_of_another_world_with_the_same_content_is_not_shared(tmp_path: Path, worlds: tuple[int, int]) -> None:
+    """Its name has the number of ranks: the same part of an array on the same rank is another file."""
+    frozen = torch.nn.Parameter(torch.arange(300_000.0), requires_grad=False)
+
+    def save(comm: Any, step: int) -> Any:
+        own = torch.nn.Parameter(frozen[: 300_000 * (not comm.rank)], requires_grad=False)
+        whole = {"frozen": tc.Sharded(own, (300_000,), (300_000 * bool(comm.rank),))}
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        return tc.save(tmp_path / f"{step}", {**whole, "step": step}, comm=comm, **base)
+
+    step = 0
+    for world in worlds:
+        comms = thread_comms(world)
+        for number in range(3):
+            outcomes = on_ranks(comms, partial(save, step=step))
+            assert errors_of(outcomes) == [None] * world
+            shared = sum(outcome.value.shared_nbytes for outcome in outcomes)
+            assert number == 1 or shared == (1_200_000 if number else 0), (world, number)
+            assert tc.verify(tmp_path / f"{step}").ok and torch.equal(tc.load(tmp_path / f"{step}")["frozen"], frozen)
+            step += 1
 
 
 def test_a_save_over_the_home_of_what_is_frozen_writes_it_again(tmp_path: Path) -> None:
