@@ -86,7 +86,7 @@ def holds(run: Path, step: int) -> bool:
     path = run / name_of(step)
     if not (path / INDEX_NAME).exists():
         return False
-    assert tc.verify(path), tc.verify(path)
+    assert tc.verify(path).ok, tc.verify(path)
     loaded = tc.load(path)
     table = loaded.pop("table")
     for key, value in tree_of(step).items():
@@ -120,14 +120,14 @@ def check(action: str, run: Path) -> None:
 
 
 def main(directory: Path, actions: list[str], stride: int) -> None:
-    whole = directory / "whole"
-    make_run(whole)
+    whole, run = directory / "whole", directory / "run"
+    make_run(run)  # what is known of its tables goes by this path
+    run.rename(whole)
     last = tc.inspect(whole / name_of(LAST))
     assert last.shared_names and "table/deltas/1/rows/ids" in last.by_path, "it shares files, and rows of a table"
     for name in actions:
         number = 0
         while True:
-            run = directory / f"{name}-{number}"
             shutil.copytree(whole, run)
             killed = killed_at(ACTIONS[name], run, number)
             check(name, run)

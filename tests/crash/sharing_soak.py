@@ -83,7 +83,7 @@ class Training:
         kept = [step for step in self.committed if step % 20 == 0 or step in self.committed[-2:]]
         assert manager.steps() == kept, "those that the policies keep, and none else"
         for step in kept:
-            assert tc.verify(self.path(step)), step
+            assert tc.verify(self.path(step)).ok, step
             self.check(tc.load(self.path(step)))
 
     def path(self, step: int) -> Path:

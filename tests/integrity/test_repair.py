@@ -321,3 +321,30 @@ def test_a_kept_file_goes_with_its_checkpoint_and_not_before(tmp_path: Path) -> 
     manager.save(2, {"w": np.arange(9)})
     manager.clean()
     assert not step.exists()
+
+
+@pytest.mark.parametrize("damage", [None, b"hallo", b"longer than it was"])
+def test_a_sidecar_file_is_made_again_from_its_copy(tmp_path, damage):
+    path = tmp_path / "c"
+    tc.save(path, {"w": np.ones(3)}, files={"config.json": b"hello", "none": b""})
+    [stored] = path.glob("file.*.config.json")
+    stored.unlink() if damage is None else stored.write_bytes(damage)
+    assert not tc.verify(path).ok
+    report = tc.verify(path, repair=True)
+    assert report.ok and [(one.file, bool(one.kept_as)) for one in report.repairs] == [
+        (stored.name, damage is not None)
+    ]
+    assert tc.read_file(path, "config.json") == b"hello" == stored.read_bytes()
+    # the copy is one again: it goes with the checkpoint, and no save takes it for a file of others
+    tc.save(path, {"w": np.ones(3)}, files={"config.json": b"other"}, overwrite=True)
+    assert (path / "config.json").read_bytes() == b"other"
+    tc.delete(path)
+    assert not path.exists() or not (path / "config.json").exists()
+
+
+def test_a_sidecar_file_is_not_made_of_what_is_no_copy_of_it(tmp_path):
+    tc.save(tmp_path, {"w": np.ones(3)}, files={"config.json": b"hello"})
+    next(tmp_path.glob("file.*")).unlink()
+    (tmp_path / "config.json").write_bytes(b"hallo")
+    report = tc.verify(tmp_path, repair=True)
+    assert not report.ok and not report.repairs and (tmp_path / "config.json").read_bytes() == b"hallo"

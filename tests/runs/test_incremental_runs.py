@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_what_a_kept_index_names_stays_where_the_mark_of_that_is_lost(tmp_path: 
     else:
         RunDirectory(tmp_path).delete(1, force=how == "delete by force")
     for _ in range(2):
-        assert tc.verify(tmp_path / "step_00000003")
+        assert tc.verify(tmp_path / "step_00000003").ok
         assert torch.equal(tc.load(tmp_path / "step_00000003")["layer0"]["base"], before["layer0"]["base"])
         RunDirectory(tmp_path).clean([Last(1), Steps((1,))], grace=0)
     RunDirectory(tmp_path).delete(3)
@@ -181,7 +182,7 @@ def test_a_checkpoint_that_has_lost_its_index_keeps_what_it_shares(tmp_path: Pat
     manager.delete(2)
     left = RunDirectory(tmp_path).clean([Last(1)], dry_run=True)
     manager.delete(1)
-    assert tc.verify(tmp_path / "step_00000003", repair=True), left
+    assert tc.verify(tmp_path / "step_00000003", repair=True).ok, left
     manager.delete(3)
     manager.clean()
     assert not list(tmp_path.rglob("shard-*"))
@@ -218,7 +219,7 @@ def test_copies_stay_while_a_checkpoint_is_flattened_and_go_where_that_was_kille
         assert copy.exists() and begun.exists()
     clean()
     assert not copy.exists() and not begun.exists()
-    assert tc.verify(path)
+    assert tc.verify(path).ok
 
 
 def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
@@ -228,6 +229,13 @@ def test_the_plan_of_a_clean_up_says_what_stays_and_for_whom(
     assert main(["gc", str(tmp_path), "--keep-last", "1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "1 shard of 3.6 MB stay: step_00000002 and step_00000003 share them" in shown
+
+
+def test_values_of_a_leaf_are_shown_whose_file_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = write_adapted(tmp_path, 3)
+    assert main(["show", str(tmp_path / "step_00000003"), "layer0/base", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["values"]
+    assert shown["verified"] and shown["statistics"]["minimum"] == pytest.approx(float(state.frozen[0].min()), abs=2)
 
 
 def test_what_is_left_of_a_deleted_step_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,7 @@ BY_REPAIR = {
     ),
     "a header is damaged": lambda step: change(step, 20),
     "the timings are damaged": lambda step: next(step.glob("timings.*")).write_bytes(b"{"),
+    "a sidecar file is lost, and its copy is not": lambda step: next(step.glob("file.*")).unlink(),
 }
 
 
@@ -80,7 +81,7 @@ BY_COPY = {
     "bytes of arrays are changed": lambda step: change(step, -10),
     "a shard is missing": lambda step: lose(step, None),
     "a shard is cut short": lambda step: lose(step, 5000),
-    "a sidecar file is missing": lambda step: next(step.glob("file.*")).unlink(),
+    "a sidecar file and its copy are missing": lambda step: [file.unlink() for file in step.glob("*notes.txt")],
     "a sidecar file is changed": lambda step: next(step.glob("file.*")).write_bytes(b"hallo"),
 }
 
@@ -99,6 +100,26 @@ def test_what_is_lost_is_copied_back_and_then_verified_by_the_command(step, name
     assert run(advice.command) == 0
     info, advice = advice_for(step)
     assert info.status == "complete" and info.intact and advice is None
+
+
+def test_where_an_index_names_lost_shards_beside_those_of_the_save_before_that_comes_back(step, capsys):
+    """As where a save was stopped for minutes, a clean-up took its shards, and it was killed behind its PUT."""
+    before, copy = tc.inspect(step), shutil.copytree(step, step.parent.parent / "copy")
+    tc.save(step, {"a": np.arange(3)}, step=1, overwrite=True)
+    shutil.copy2(step / INDEX_NAME, copy / INDEX_NAME)
+    shutil.rmtree(step)
+    copy.rename(step)
+    # neither a clean-up nor a save takes what is left for leftovers
+    assert main(["gc", str(step)]) == 0
+    with pytest.raises(tc.TreeckptError):
+        tc.save(step, {"a": object()}, step=1, overwrite=True)
+    assert main(["verify", str(step)]) == 1
+    _, advice = advice_for(step)
+    assert advice.command == f"treeckpt rebuild-index {shlex.quote(str(step))} --replace"
+    told = capsys.readouterr().out
+    assert advice.text in told and "treeckpt gc" not in told
+    assert run(advice.command) == 0 and tc.inspect(step).save_id == before.save_id and tc.verify(step).ok
+    assert advice_for(step)[1] is None
 
 
 def test_an_index_of_a_newer_version_is_not_to_be_replaced(step):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import treeckpt as tc
 from tests.helpers.adapted import FROZEN, NBYTES, Adapted, assert_same, data_nbytes
 from tests.helpers.stopped import stopping
-from tests.helpers.world import on_ranks
+from tests.helpers.world import errors_of, on_ranks
 from treeckpt._arrays.base import LazyArray
 from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME
@@ -54,7 +55,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, save: Save) -> None:
         base = {"base": tmp_path / f"step_{step - 1}"} if step else {}
         reports.append(save(tmp_path / f"step_{step}", tree, **base))
         assert_same(tmp_path / f"step_{step}", tree)
-        assert tc.verify(tmp_path / f"step_{step}")
+        assert tc.verify(tmp_path / f"step_{step}").ok
     frozen, trained = FROZEN * NBYTES, FROZEN * 4000
     # the first save with a base puts them into files of their own
     assert [(report.nbytes, report.shared_nbytes) for report in reports] == [
@@ -143,13 +144,36 @@ def test_ranks_share_their_own_files_and_another_world_writes_all(tmp_path: Path
         outcomes = on_ranks(world, lambda comm: tc.save(tmp_path / f"{step}", tree, comm=comm, **base))
         assert all(outcome.error is None for outcome in outcomes), outcomes
         assert_same(tmp_path / f"{step}", tree)
-        assert tc.verify(tmp_path / f"{step}")
+        assert tc.verify(tmp_path / f"{step}").ok
         return sum(outcome.value.shared_nbytes for outcome in outcomes)
 
     shared = [save(step, 2) for step in range(4)]
     assert shared == [0, 0, FROZEN * NBYTES, FROZEN * NBYTES]
     assert save(4, 3) == 0
     assert save(5, 3) == FROZEN * NBYTES
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (2, 3)])
+def test_a_file_of_another_world_with_the_same_content_is_not_shared(tmp_path: Path, worlds: tuple[int, int]) -> None:
+    """Its name has the number of ranks: the same part of an array on the same rank is another file."""
+    frozen = torch.nn.Parameter(torch.arange(300_000.0), requires_grad=False)
+
+    def save(comm: Any, step: int) -> Any:
+        own = torch.nn.Parameter(frozen[: 300_000 * (not comm.rank)], requires_grad=False)
+        whole = {"frozen": tc.Sharded(own, (300_000,), (300_000 * bool(comm.rank),))}
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        return tc.save(tmp_path / f"{step}", {**whole, "step": step}, comm=comm, **base)
+
+    step = 0
+    for world in worlds:
+        comms = thread_comms(world)
+        for number in range(3):
+            outcomes = on_ranks(comms, partial(save, step=step))
+            assert errors_of(outcomes) == [None] * world
+            shared = sum(outcome.value.shared_nbytes for outcome in outcomes)
+            assert number == 1 or shared == (1_200_000 if number else 0), (world, number)
+            assert tc.verify(tmp_path / f"{step}").ok and torch.equal(tc.load(tmp_path / f"{step}")["frozen"], frozen)
+            step += 1
 
 
 def test_a_save_over_the_home_of_what_is_frozen_writes_it_again(tmp_path: Path) -> None:
@@ -176,7 +200,7 @@ def test_an_object_store_shares_files_too() -> None:
         report = tc.save(f"{run}/step_{step}", tree, overwrite=True, **base)
         assert_same(f"{run}/step_{step}", tree)
     assert report.shared_nbytes == FROZEN * NBYTES
-    assert tc.verify(f"{run}/step_3")
+    assert tc.verify(f"{run}/step_3").ok
 
 
 def test_a_store_of_one_checkpoint_alone_is_refused(tmp_path: Path) -> None:
@@ -228,7 +252,7 @@ def test_a_lost_index_is_made_again_with_the_files_of_others(shared: tuple[Path,
     path, tree = shared
     before = tc.inspect(path)
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert_same(path, tree)
     assert tc.inspect(path).shared_names == before.shared_names
 
@@ -240,7 +264,7 @@ def test_a_damaged_header_is_made_again_beside_shared_files(shared: tuple[Path, 
     with file.open("r+b") as opened:
         opened.seek(300)
         opened.write(b"\0\0\0\0")
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert file.read_bytes() == before
     assert_same(path, tree)
 
@@ -252,10 +276,10 @@ def test_a_flattened_checkpoint_needs_no_other(shared: tuple[Path, dict[str, Any
     assert_same(path, tree)
     shutil.rmtree(tmp_path / "0")
     shutil.rmtree(tmp_path / "1")
-    assert tc.verify(path)
+    assert tc.verify(path).ok
     assert_same(path, tree)
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert_same(path, tree)
     report = tc.save(tmp_path / "3", tree, base=path)
     assert report.shared_nbytes == FROZEN * NBYTES

@@ -21,7 +21,7 @@ from treeckpt._cli.main import main
 from treeckpt._core.format.index import INDEX_NAME, encode_index
 from treeckpt._core.format.table_deltas import count_rows
 from treeckpt._core.sharding.region import Region
-from treeckpt._core.tree.keyed_table import buckets_of, sort_rows
+from treeckpt._core.tree.keyed_table import MAX_MARKS, buckets_of, sort_rows
 from treeckpt._core.tree.spec import TableSpec
 from treeckpt._io.comm.comm import thread_comms
 from treeckpt._loading.peek import peek
@@ -80,7 +80,7 @@ def test_rows_that_have_changed_are_written_alone(tmp_path: Path, save: Save) ->
         loaded = tc.load(tmp_path / f"{step}")
         assert rows_of(loaded["emb"]) == rows and loaded["emb"].scalars == {"step": 7}
         assert loaded["w"].tolist() == [n + step for n in range(9)]
-        assert tc.verify(tmp_path / f"{step}")
+        assert tc.verify(tmp_path / f"{step}").ok
 
 
 @pytest.mark.parametrize("options", [{}, {"buckets": 13}, {"buckets": 7, "partition": "splitmix64_mod"}])
@@ -148,7 +148,7 @@ def test_each_owner_writes_its_own_changes(tmp_path: Path, world: int) -> None:
         assert nbytes == (27 * ROW + 5 * 8 + 2 * OFFSETS if step > 1 else nbytes)
         assert load_by(tmp_path / f"{step}", 2) == table.expected
         table.change()
-    assert tc.verify(tmp_path / "4")
+    assert tc.verify(tmp_path / "4").ok
 
 
 def test_where_one_rank_writes_its_table_whole_all_ranks_do(tmp_path: Path) -> None:
@@ -245,6 +245,39 @@ def test_a_table_of_which_most_has_changed_is_written_whole(tmp_path: Path) -> N
     table.change(3500, 0, 0)
     report = tc.save(tmp_path / "3", {"emb": table.table(), "w": np.arange(9)}, base=tmp_path / "2")
     assert report.nbytes > 6000 * ROW and load_by(tmp_path / "3", 1) == table.expected
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_delta_that_takes_more_bytes_than_the_table_is_not_written(tmp_path: Path, world: int) -> None:
+    """The first rows of all buckets are written with each delta, twice."""
+    table, comms, buckets = ChangingTable(2000, buckets=4096), thread_comms(world), 4096 * 8
+
+    def save(comm: Any, step: int) -> Any:
+        own = {"small": table.table(comm.rank, world), "large": larger.table(comm.rank, world)}
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        return tc.save(tmp_path / f"{step}", own if step > 3 else {"small": own["small"]}, comm=comm, **base)
+
+    larger = ChangingTable(8000, seed=1, buckets=4096)
+    for step in range(8):
+        outcomes = on_ranks(comms, partial(save, step=step))
+        assert errors_of(outcomes) == [None] * world
+        nbytes = sum(outcome.value.nbytes for outcome in outcomes)
+        small, whole = 2 * buckets + 27 * ROW + 40, buckets + len(table.rows) * ROW
+        assert small < whole, "a delta is less here"
+        assert nbytes == (small if step in (2, 3) else 2 * small if step > 4 else nbytes)
+        table.change()
+        larger.change()
+
+
+def test_a_table_of_few_rows_and_many_buckets_is_written_whole(tmp_path: Path) -> None:
+    table = ChangingTable(300, buckets=4096)
+    for step in range(5):
+        base = {"base": tmp_path / f"{step - 1}"} if step else {}
+        report = tc.save(tmp_path / f"{step}", {"emb": table.table()}, **base)
+        assert (
+            report.nbytes == 4096 * 8 + len(table.rows) * ROW and load_by(tmp_path / f"{step}", 1, 4096) == table.rows
+        )
+        table.change()
 
 
 def test_a_table_is_written_whole_after_a_restart_and_with_other_slots(tmp_path: Path) -> None:
@@ -373,19 +406,45 @@ def test_marks_of_a_save_that_failed_count_for_the_next_one(tmp_path: Path) -> N
     assert loaded.slots["x"][loaded.ids.argsort()].sum(1).nonzero()[0].tolist() == [5, 7] and report.nbytes < 200
 
 
-def test_marks_that_another_run_has_saved_are_not_missed(tmp_path: Path) -> None:
-    rows, comms = np.zeros((6000, 2)), [thread_comms(1)[0] for _ in range(2)]
-    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=4)
-    for step in range(4):
-        for run in range(2 if step % 2 else 1):
-            rows[10 * step + run] = 1
+def test_each_run_has_the_marks_since_its_own_save(tmp_path: Path) -> None:
+    rows, row = np.zeros((6000, 2)), 8 + 16
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=1)
+    runs: dict[int, Any] = {
+        number: tc.Manager(tmp_path / f"{number}", keep=None, incremental=True, background=False) for number in range(2)
+    }
+    for step in range(1, 9):
+        for run, manager in runs.items():
+            rows[10 * step + run] = step
             table.touched([10 * step + run])
-            before = step - (2 if run else 1)
-            base = {"base": tmp_path / f"{run}" / f"{before}"} if before >= 0 else {}
-            path = tmp_path / f"{run}" / f"{step}"
-            tc.save(path, {"emb": table}, comm=comms[run], **base)
-            loaded = tc.load(path)["emb"]
+            if run and step % 2:
+                continue  # the second one saves every other time
+            report = manager.save(step, {"emb": table})
+            # what was marked since its own save before, for steps of both
+            assert step < 3 + 3 * run or report.nbytes == (4 if run else 2) * row + 2 * 8, (step, run)
+            loaded = tc.load(manager.path(step))["emb"]
             assert np.array_equal(np.asarray(loaded.slots["x"])[loaded.ids.argsort()], rows)
+
+
+def test_a_run_that_saves_no_more_costs_no_other_run_anything(tmp_path: Path) -> None:
+    rows = np.zeros((6000, 2))
+    table = tc.KeyedTable(np.arange(6000), {"x": rows}, buckets=1)
+    managers = [tc.Manager(tmp_path / f"{run}", keep=1, incremental=True, background=False) for run in range(2)]
+    table.touched([])
+    for step in (1, 2):
+        managers[1].save(step, {"emb": table})
+    for step in range(1, MAX_MARKS + 10):
+        table.touched([step])
+        rows[step] = step
+        if step < 3 or step > MAX_MARKS + 4:
+            managers[0].save(step, {"emb": table})
+    table.touched([5000])
+    report = managers[0].save(step + 1, {"emb": table})
+    assert isinstance(report, tc.SaveReport) and report.nbytes == 24 + 2 * 8
+    rows[5001] = 1
+    table.touched([5001])
+    managers[1].save(3, {"emb": table})
+    loaded = tc.load(managers[1].path(3))["emb"]
+    assert np.array_equal(np.asarray(loaded.slots["x"])[loaded.ids.argsort()], rows)
 
 
 def test_a_hash_table_of_the_program_marks_its_rows(tmp_path: Path) -> None:
@@ -541,7 +600,7 @@ def test_every_count_of_rows_is_that_of_a_load(
         assert main(["flatten", str(path)]) == 0
     elif how == "index made again":
         (path / INDEX_NAME).unlink()
-        assert tc.verify(path, repair=True)
+        assert tc.verify(path, repair=True).ok
     count, before = len(rows), len(tc.load(path.parent / "3")["emb"].ids)
     written = sum(leaf.spec.shape[0] for leaf in tc.inspect(path).entries if leaf.path.endswith("/ids") and leaf.spec)
     assert len({count, before, written, 400}) == 4
@@ -602,13 +661,13 @@ def test_a_flattened_checkpoint_has_all_rows_without_the_others(saved: tuple[Pat
     assert main(["flatten", str(path)]) == 0
     for step in range(4):
         shutil.rmtree(path.parent / f"{step}")
-    assert rows_of(tc.load(path)["emb"]) == rows and tc.verify(path)
+    assert rows_of(tc.load(path)["emb"]) == rows and tc.verify(path).ok
 
 
 def test_a_lost_index_is_made_again_with_the_deltas(saved: tuple[Path, dict[int, Any]]) -> None:
     path, rows = saved
     (path / INDEX_NAME).unlink()
-    assert tc.verify(path, repair=True)
+    assert tc.verify(path, repair=True).ok
     assert rows_of(tc.load(path)["emb"]) == rows
 
 

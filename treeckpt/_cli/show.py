@@ -52,7 +52,7 @@ from .._core.tree.value_codec import Value
 from .._inspect.diff import leaf_text, rows_text
 from .._inspect.numbers import ElementStats, as_numbers, element_stats
 from .._inspect.outline import Outline, OutlineRow
-from .._io.storage.checkpoint import NewestIndex
+from .._io.storage.checkpoint import NewestIndex, with_shared_files
 from .._io.storage.local_files import read_head
 from .._io.storage.open import open_store
 from .._io.storage.shared_files import needed_files
@@ -316,7 +316,7 @@ def _show_leaf(index: Index, leaf: Leaf, options: argparse.Namespace) -> int:
     problem: TreeckptError | None = None
     try:
         with stores_bar("reading values", shown=progress_of(options)) as counted, opened(options.checkpoint) as found:
-            values = read_values(counted(found.store), index, leaf)
+            values = read_values(counted(with_shared_files(found.place, index)), index, leaf)
     except TreeckptError as error:
         problem = error
     _print_leaf(index, leaf, chunks, values, options)

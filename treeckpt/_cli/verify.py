@@ -114,7 +114,7 @@ def _verify(options: argparse.Namespace) -> int:
         nbytes = sum(one.nbytes for one in report.leftovers)
         files = count_text(len(report.leftovers), "file")
         text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
-        print_line(f"  left over: {text}, and so does treeckpt gc {path}", "yellow")
+        print_line(f"  left over: {text}" + f", and so does treeckpt gc {path}" * (not report.problems), "yellow")
     if report.problems and not options.repair:
         info = catalog.read_info(path, follow=True, or_unread=True)
         known = VerificationStore(cache_directory())

@@ -2,7 +2,8 @@
 
 The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, which holds all of it
 but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
-right one only if it has the seal that was written. Bytes after the end of a shard are cut off where all before them are
+right one only if it has the seal that was written. A sidecar file is made again from its copy, if that has the checksum
+of the index. Bytes after the end of a shard are cut off where all before them are
 intact. Timings cannot be rebuilt: they are a record beside the checkpoint. Each file that is replaced or removed is
 kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames the old one is
 deleted first, and the new one is a copy of what was kept).
@@ -22,7 +23,7 @@ import numpy as np
 
 from .._core.format.byte_map import BadBytes, extents_in_file, rank_path
 from .._core.format.check_index import check_against_files
-from .._core.format.files import damaged_name
+from .._core.format.files import Sidecar, checksum, damaged_name, stored_name
 from .._core.format.index import INDEX_NAME, encode_manifest
 from .._core.format.records import File, Index
 from .._core.format.references import encode_shared
@@ -38,10 +39,12 @@ from .._core.format.shard_header import (
     with_hashes,
 )
 from .._core.format.timings import timings_name
+from .._io.os_errors import read_failure
 from .._io.process import this_process
 from .._io.storage.checkpoint import (
     Checkpoint,
     read_index,
+    read_sidecar,
     read_timings,
     rebuild_from_shards,
     replaced_meanwhile,
@@ -51,7 +54,7 @@ from .._io.storage.deletions import hold_for_repair, index_state, legible_save_i
 from .._io.storage.memory import aligned_buffer
 from .._io.storage.published_index import replace_index
 from .._io.storage.store import DirectoryEntry, Store, Writer
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, FormatError, StoreError, TreeckptError
 from ..reports import Repair, VerifyReport
 from .verify import survey_shard, verify_checkpoint
 
@@ -66,6 +69,8 @@ def repair_store(store: Store) -> VerifyReport:
     for file in index.file_list:
         if not file.directory:  # of those in other directories the index there knows more
             _repair_shard(store, index, file, repairs)
+    for sidecar in index.sidecars:
+        _repair_sidecar(store, index, sidecar, repairs)
     report = verify_checkpoint(checkpoint := Checkpoint(store))
     if any(problem.file == INDEX_NAME for problem in report.problems):
         if (before := index_state(store)) is None or legible_save_id(before) != index.save_id:
@@ -115,6 +120,39 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
         aside = _keep(store, name)
         store.delete(name)
     repairs.append(Repair(name, "taken away: how long the save took is lost, nothing else", aside))
+
+
+# sidecar files --------------------------------------------------------------------------------------------------------
+
+
+def _repair_sidecar(store: Store, index: Index, sidecar: Sidecar, repairs: list[Repair]) -> None:
+    """Makes a sidecar file again from its copy for other programs, where that is what was saved."""
+    name = stored_name(index.save_id, sidecar.name)
+    try:
+        read_sidecar(store, index, sidecar.name)
+        return
+    except (OSError, CheckpointError, StoreError) as error:
+        if read_failure(error):  # it may be right
+            return
+    entry = store.entries().get(sidecar.name)
+    if entry is None or entry.nbytes != sidecar.nbytes:
+        return
+    data = bytearray(sidecar.nbytes)
+    try:
+        if data:
+            store.read_into(sidecar.name, 0, memoryview(data))
+    except (OSError, TreeckptError):
+        return
+    finally:
+        store.close()
+    if checksum(data) != sidecar.xxh3:
+        return
+    with hold_for_repair(store) as names:
+        if read_index(store).save_id != index.save_id:
+            raise replaced_meanwhile(store)
+        aside = _keep(store, name) if name in names else None
+        store.publish(name, bytes(data), replace=True)
+    repairs.append(Repair(name, f"made again from {sidecar.name}, the copy of it", aside))
 
 
 # shards ---------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from .._io.storage.checkpoint import (
     StatCache,
 )
 from .._io.storage.open import open_store
+from .._io.storage.plain_names import stored_files
 from .._io.storage.shard_reader import check_missing
 from .._io.storage.store import DirectoryEntry, RunStore, Store
 from .._threads import ThreadPool
@@ -80,7 +81,9 @@ class DiskInfo(msgspec.Struct, frozen=True, gc=False):
 
 
 FilesStatus = Literal["complete", "partial", "damaged", "unread", "foreign"]
-FilesFault = Literal["", "index_lost", "index_damaged", "files_lost", "files_long", "unfinished"]
+FilesFault = Literal[
+    "", "index_lost", "index_damaged", "files_lost", "files_long", "other_save", "copies_left", "unfinished"
+]
 Status = Literal["complete", "damaged", "partial", "in_progress", "stalled", "unread", "foreign", "reading"]
 STATUS_TEXTS: dict[Status, str] = {"in_progress": "in progress"}
 """How a status is written for people, where that is not its name."""
@@ -117,8 +120,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True, gc=False):
     """What is wrong; of a complete checkpoint, whose tree loads, a sidecar file that is lost or of another size."""
     fault: FilesFault = ""
     """What the names and sizes of its files show to be wrong: index_lost: shards of all ranks are there, and no index;
-    files_lost: shards or sidecar files are missing or cut short; files_long: shards go on behind their end; unfinished:
-    what a save that has ended without an index, or a deletion that was cut short, has left."""
+    files_lost: shards or sidecar files are missing or cut short; other_save: so too, and shards of all ranks of another
+    save are there; copies_left: sidecar files alone, and the copies of these are there; files_long: shards go on behind
+    their end; unfinished: what a save that has ended without an index, or a deletion that was cut short, has left."""
     named_step: int | None = None
     """The step that the name of its directory says, by the patterns of its run; None for any other name."""
     metrics: dict[str, float] = {}
@@ -619,7 +623,7 @@ def _with_index(folder: Store, summary: Summary, files: Files, durations: StatCa
         blocked_seconds=took.blocked_seconds if took else None,
         held_nbytes=summary.held_nbytes,
         error=problem or _problem("sidecar file", summary.sidecars, files),
-        fault=_fault((*summary.sizes_here(files), *summary.sidecars), files),
+        fault=_fault((*summary.sizes_here(files), *summary.sidecars), files, summary.save_id),
         metrics=summary.metrics,
         pinned=PIN_NAME in files,
         found_damaged=verdict_name(summary.save_id) in files,
@@ -664,9 +668,12 @@ def _problem(what: str, sizes: Sequence[tuple[str, int]], files: Files, shared: 
     return f"{len(bad)} of {count_text(len(sizes), what)} {are} not as saved: {name} {now}"
 
 
-def _fault(sizes: Sequence[tuple[str, int]], files: Files) -> FilesFault:
-    if any(name not in files or files[name].nbytes < size for name, size in sizes):
-        return "files_lost"
+def _fault(sizes: Sequence[tuple[str, int]], files: Files, save_id: str) -> FilesFault:
+    if lost := {name: size for name, size in sizes if name not in files or files[name].nbytes < size}:
+        copies = {name: files.get(plain) for name, plain in stored_files(lost).items()}
+        if all((copy := copies.get(name)) is not None and copy.nbytes == size for name, size in lost.items()):
+            return "copies_left"
+        return "other_save" if saves_of_all_ranks(files).keys() - {save_id} else "files_lost"
     return "files_long" if any(files[name].nbytes > size for name, size in sizes) else ""
 
 

@@ -1,8 +1,10 @@
 """Says which one command puts a checkpoint right, and what it will do; by what its files and a verification show.
 
-The command line and the pages take it from here. What the shards still prove is made again by `verify --repair`: a lost
-or damaged index, a header, the length of a shard, timings that cannot be read. Bytes of arrays that are lost, or files,
-can only be copied back; `verify` then finds that they are right. What a save or a deletion has left is removed by `gc`.
+The command line and the pages take it from here. What other bytes still prove is made again by `verify --repair`: a
+lost or damaged index, a header, the length of a shard, timings that cannot be read, a sidecar file that has its copy.
+Bytes of arrays that are lost, or files, can only be copied back; `verify` then finds that they are right. Where an
+index names lost shards beside those of another save, `rebuild-index --replace` makes the index of that. What a save or
+a deletion has left is removed by `gc`.
 """
 
 from __future__ import annotations
@@ -35,12 +37,18 @@ _COPIED = (
     "shows whether all is right, once the files were copied back from another place: nothing here has the lost bytes. "
     'Without a copy, tc.load(..., fallback=tc.Fallback(on_corrupt="skip")) loads the rest'
 )
+_OTHER = (
+    "makes the index of the other save whose shards are there, if they are whole: those that the index names are gone, "
+    "unless they are copied back from another place"
+)
 _LEFT = "removes it, unless a save or a reader may still need it"
 _EFFECTS: dict[FilesFault, str] = {
     "index_lost": _INDEX,
     "index_damaged": _INDEX,
     "files_long": _AGAIN,
+    "copies_left": _AGAIN,
     "files_lost": _COPIED,
+    "other_save": _OTHER,
     "unfinished": _LEFT,
 }
 
@@ -58,7 +66,11 @@ def repair_advice(info: CheckpointInfo) -> RepairAdvice | None:
     if effect is None:
         return None
     path = shell_quoted(info.path)
-    command = {_LEFT: f"treeckpt gc {path}", _COPIED: f"treeckpt verify {path}"}.get(effect)
+    command = {
+        _LEFT: f"treeckpt gc {path}",
+        _COPIED: f"treeckpt verify {path}",
+        _OTHER: f"treeckpt rebuild-index {path} --replace",
+    }.get(effect)
     return RepairAdvice(command or f"treeckpt verify {path} --repair", effect)
 
 

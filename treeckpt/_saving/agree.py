@@ -436,9 +436,9 @@ class _Agreement:
     def _describe(self, tree: object, *, again: bool) -> None:
         if not again:
             self._read_arguments()
-        rank, namespace = self.comm.rank, self.options.namespace
+        rank, namespace, limit = self.comm.rank, self.options.namespace, self.options.max_shard_bytes
         if self.options.incremental is not None:
-            self.deltas = TableDeltas(self.comm, self.options.max_shard_bytes, namespace, whole=again)
+            self.deltas = TableDeltas(self.comm, self.store.run().url, limit, namespace, whole=again)
         self.described = in_parts_if_needed(
             lambda layouts: describe_tree(
                 state_tree(tree, rank=rank, namespace=namespace, world=self.comm.size, layouts=layouts),

@@ -11,7 +11,8 @@
 4. Before rank 0 publishes the index it marks each save whose files the index names, and looks that they are there: see
    `_io.storage.shared_files`.
 
-Where the trees are others than before, or the checkpoint before cannot be read, everything is written.
+Where the trees are others than before, another number of ranks saves, or the checkpoint before cannot be read,
+everything is written.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
 from .shard_files import WRITE_THREADS, has_checksums
 from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entries
-from .table_deltas import KnownTables, TableDeltas
+from .table_deltas import KnownRuns, TableDeltas
 
 _log = logging.getLogger("treeckpt")
 
@@ -200,10 +201,12 @@ def _file_entries(plan: GlobalPlan, file: FilePlan) -> FileEntries:
     return FileEntries(entries_digest(shard_entries(plan, file)), arrays, np.array(starts, np.int64))
 
 
-def _read_files(folder: Store, base: BaseCheckpoint, rank: int) -> KnownFiles:
-    index = read_index(folder)
+def _read_files(folder: Store, base: BaseCheckpoint, comm: Comm) -> KnownFiles:
+    index, rank = read_index(folder), comm.rank
     if index.save_id != base.save_id:
         raise CheckpointError(folder.url, expected=f"save {base.save_id}", found=f"save {index.save_id}")
+    if index.world != comm.size:  # an index names files of its own world alone
+        return KnownFiles(index.save_id, ())
     return KnownFiles(index.save_id, tuple(_read_known(with_shared_files(folder, index), index, folder.name, rank)))
 
 
@@ -283,7 +286,7 @@ class IncrementalSave:
         # it may have been flattened since
         if kept is None or kept.save_id != base.save_id or not {file.home for file in kept.files} <= homes:
             try:
-                kept = _read_files(self._store.run().folder(base.directory), base, self._comm.rank)
+                kept = _read_files(self._store.run().folder(base.directory), base, self._comm)
             except (TreeckptError, OSError) as error:
                 _log.warning("%s: all is written, as %s cannot be read: %s", self._store.url, base.directory, error)
                 return {}
@@ -304,7 +307,7 @@ class IncrementalSave:
         candidates = [(file, known) for file in grouped if (known := self._before.get(entries[file.part].digest))]
         stored = {file.part for file in grouped if sources[plan.leaf(file.writes[0].leaf).path].is_stored}
         if not stored <= {file.part for file, _ in candidates}:
-            self._comm.state.remove(KnownTables)
+            self._comm.state.remove(KnownRuns)
             raise CheckpointError(
                 self._store.url,
                 expected="the rows of tables in the files of the checkpoint before",

@@ -7,7 +7,8 @@ has marked (`KeyedTable.touched`), or else from a digest of each row, which is k
 
 A table is written whole after `MAX_DELTAS` deltas, or once these have half as many rows as the table, where it has
 other slots or another owner than before, after a restart, and under `PerRank`. If one rank writes one table whole, all
-ranks write all tables whole, so that they describe the same tree.
+ranks write all tables whole, so that they describe the same tree; and so they do where the deltas of all tables take
+more bytes, as those of few rows in many buckets.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from .._io.comm.comm import Comm
 _log = logging.getLogger("treeckpt")
 MAX_DELTAS = 10
 """The number of deltas of a table, at most: a load reads all of them."""
+MAX_RUNS = 4
+"""The number of runs that save tables in turn, at most: of any other run all rows are written."""
 FEW_ROWS = 4096
 """The rows of a rank that do not count: a part with fewer is not a reason to write tables whole."""
 
@@ -80,12 +83,18 @@ class KnownTable(msgspec.Struct, frozen=True):
 
 
 class KnownTables(msgspec.Struct, frozen=True):
-    """The tables of the checkpoint that this rank has saved last, which the comm keeps for the next save."""
+    """The tables of the checkpoint that this rank has saved last in a run."""
 
     save_id: str
     max_shard_bytes: int
     tables: Mapping[str, KnownTable]
     """By the path of the table."""
+
+
+class KnownRuns(msgspec.Struct, frozen=True):
+    """The tables that the comm keeps for the next save in each run, the run that was saved last behind the others."""
+
+    by_url: dict[str, KnownTables]
 
 
 class _Changes(msgspec.Struct, frozen=True):
@@ -105,6 +114,8 @@ class TableProposal(msgspec.Struct, frozen=True, array_like=True):
     """The save whose tables are shared; "" where tables are whole, None without tables."""
     owned: dict[str, OwnedRows] = {}
     """The rows that it has of each table with deltas, by its path."""
+    spared: int = 0
+    """The bytes by which these deltas are less than the tables."""
 
 
 def count_rows_of_ranks(proposals: Iterable[TableProposal]) -> dict[str, int]:
@@ -120,12 +131,14 @@ class TableDeltas:
     """One rank's tables in an incremental save: puts deltas in their place, and keeps the rows for the next save.
 
     Args:
+        run: its URL.
         whole: writes all tables whole.
     """
 
-    def __init__(self, comm: Comm, max_shard_bytes: int, namespace: str, *, whole: bool = False) -> None:
-        self._comm, self._limit, self._namespace = comm, max_shard_bytes, namespace
-        known = comm.state.get(KnownTables)
+    def __init__(self, comm: Comm, run: str, max_shard_bytes: int, namespace: str, *, whole: bool = False) -> None:
+        self._comm, self._run, self._limit, self._namespace = comm, run, max_shard_bytes, namespace
+        runs = comm.state.get(KnownRuns)
+        known = runs.by_url.get(run) if runs is not None else None
         usable = known is not None and known.max_shard_bytes == max_shard_bytes and not whole
         self._known = known if usable else None
         self._made: dict[str, KnownTable] = {}
@@ -144,22 +157,25 @@ class TableDeltas:
             pairs = {path: self._delta(path, table, self._known.tables[path]) for path, table in tables.items()}
             if all(pair is not None for pair in pairs.values()):
                 made = {path: pair for path, pair in pairs.items() if pair is not None}
-                self._made = {path: known for path, (_, known) in made.items()}
+                self._made = {path: known for path, (_, known, _) in made.items()}
                 owned = {
                     path: OwnedRows(self._comm.rank, *tables[path].owned, len(known.ids.ids))
                     for path, known in self._made.items()
                 }
-                self.proposal = TableProposal(self._known.save_id, owned)
-                replaced = {id(tables[path]): table for path, (table, _) in made.items()}
+                self.proposal = TableProposal(self._known.save_id, owned, sum(spared for _, _, spared in made.values()))
+                replaced = {id(tables[path]): table for path, (table, _, _) in made.items()}
                 return self._with_tables(tree, replaced)
         self._made = {path: known for path, table in tables.items() if (known := self._whole(path, table)) is not None}
         return tree
 
     def keep(self, save_id: str) -> None:
         """Keeps the tables for the next save: the save has succeeded."""
-        self._comm.state.put(KnownTables(save_id, self._limit, self._made))
+        runs = self._comm.state.get(KnownRuns)
+        others = {url: known for url, known in runs.by_url.items() if url != self._run} if runs is not None else {}
+        own = {self._run: KnownTables(save_id, self._limit, self._made)}
+        self._comm.state.put(KnownRuns(dict([*others.items()][1 - MAX_RUNS :]) | own))
         for known in self._made.values():
-            known.marks.drop(known.position)
+            known.marks.saved(self._run, known.position)
 
     def _with_tables(self, tree: object, replaced: Mapping[int, KeyedTable]) -> object:
         """Returns a tree with other tables in the place of those with these identities."""
@@ -188,8 +204,11 @@ class TableDeltas:
         stored = _part(table, columns.pop(""), columns)
         return KnownTable(stored, TableIds(ids.copy()), digests, table.marks, position)
 
-    def _delta(self, path: str, table: KeyedTable, known: KnownTable) -> tuple[KeyedTable, KnownTable] | None:
-        """Returns a table as deltas, and what the next save has to know of it; None where it is to be written whole."""
+    def _delta(self, path: str, table: KeyedTable, known: KnownTable) -> tuple[KeyedTable, KnownTable, int] | None:
+        """Returns a table as deltas, what the next save has to know of it, and `TableProposal.spared`.
+
+        It returns None where the table is to be written whole.
+        """
         sources, stored = self._sources(path, table), known.stored
         if sources is None or not _is_valid(sources) or (table.spec, table.owned) != (stored.spec, stored.owned):
             return None
@@ -213,7 +232,12 @@ class TableDeltas:
         without = TableDelta(*(_without_data(part) for part in (delta.rows, delta.deleted)))
         made, then = (_with_deltas(stored, table, (*stored.deltas, last)) for last in (delta, without))
         kept = ids if ids is known.ids else TableIds(ids.ids.copy())
-        return made, KnownTable(then, kept, changes.digests, table.marks, position)
+        row = sum(source.spec.nbytes for source in sources.values()) // max(len(ids.ids), 1)
+        # the first rows of the buckets are written twice
+        spared = (
+            (len(ids.ids) - len(changes.rows)) * row - deleted.ids.spec.nbytes - 8 * (table.owned[1] - table.owned[0])
+        )
+        return made, KnownTable(then, kept, changes.digests, table.marks, position), spared
 
 
 class SharedSave(Protocol):
@@ -226,9 +250,15 @@ class SharedSave(Protocol):
 
 
 def must_be_whole(proposals: Iterable[TableProposal], base: SharedSave | None) -> bool:
-    """Whether ranks must write all tables whole, as not all share those of the checkpoint that the save follows."""
-    saves = {proposal.follows for proposal in proposals} - {None}
-    return not saves <= {""} and saves != {base.shared_id if base is not None else ""}
+    """Whether ranks must write all tables whole.
+
+    They must where not all share those of the checkpoint that the save follows, or where that is less to write.
+    """
+    made = [proposal for proposal in proposals if proposal.follows is not None]
+    saves = {proposal.follows for proposal in made}
+    if saves <= {""}:
+        return False
+    return saves != {base.shared_id if base is not None else ""} or sum(proposal.spared for proposal in made) <= 0
 
 
 def _is_valid(sources: Mapping[str, ArraySource]) -> bool:
@@ -271,7 +301,7 @@ def _changes(
 ) -> _Changes | None:
     """Returns what has changed in a table; None where that is not known."""
     if table.marks.position and known.marks is table.marks:
-        marked = table.marks.since(known.position)  # dropped where another run has saved the table since
+        marked = table.marks.since(known.position)  # dropped where another run has saved many times since
         return None if marked is None else _marked_changes(path, ids, marked, known.ids)
     if known.digests is None:
         return None

@@ -394,6 +394,7 @@ class KeyedTable:
         An incremental save of the same object, or of the same `KeyedTable.of`, then takes these alone for changed,
         without a look at the others; so from the first call on every such row must be marked before the next save.
         Without marks changed rows are found by a digest of each row, which a save computes of all rows.
+        Several runs may save the table in turn: each writes what was marked since its own save before.
 
         >>> ids, rows = np.arange(1000), np.zeros((1000, 8), np.float32)
         >>> table = tc.KeyedTable(ids, {"embedding": rows}, buckets=4)
@@ -523,18 +524,25 @@ class TableDelta(msgspec.Struct, frozen=True):
 
 
 class RowMarks:
-    """The ids that a program has marked as changed, in the order of its calls."""
+    """The ids that a program has marked as changed, in the order of its calls.
+
+    They stay until each run that saves the table has saved them, unless one falls `MAX_MARKS` calls behind the others.
+    """
 
     def __init__(self) -> None:
         self.position = self._dropped = 0
         """The number of calls so far, and of those whose ids were dropped."""
         self._parts: list[tuple[int, np.ndarray]] = []
         """(the position after a call, its ids)."""
+        self._saved: dict[str, int] = {}
+        """The position up to which each run has saved them, by its URL."""
 
     def add(self, ids: Any) -> None:
         """Marks ids; raises MismatchError."""
         own = np.unique(_as_ids(ids, "touched"))
         self.position += 1
+        if len(self._parts) >= MAX_MARKS:
+            self._drop(max(self._saved.values(), default=0))
         if len(self._parts) >= MAX_MARKS:  # nobody has saved for long: who asks for the last ones gets all
             own, self._parts = np.unique(np.concatenate([own, *(part for _, part in self._parts)])), []
         self._parts.append((self.position, own))
@@ -546,10 +554,15 @@ class RowMarks:
         parts = [part for end, part in self._parts if end > position]
         return np.unique(np.concatenate([np.empty(0, np.int64), *parts]))
 
-    def drop(self, position: int) -> None:
-        """Drops what was marked up to a position."""
+    def saved(self, run: str, position: int) -> None:
+        """Takes note that a run has saved what was marked up to a position; drops what all runs have saved."""
+        self._saved[run] = position
+        self._drop(min(self._saved.values()))
+
+    def _drop(self, position: int) -> None:
         self._dropped = max(self._dropped, position)
         self._parts = [part for part in self._parts if part[0] > position]
+        self._saved = {run: at for run, at in self._saved.items() if at >= self._dropped}
 
 
 class BoundTable:

@@ -432,9 +432,12 @@ def _folder_fact(folder: Store, now_ns: int) -> StepDirectory:
     status, save_id, problem, unnamed = "complete", None, "", frozenset[str]()
     try:
         index = read_index(folder)
-        save_id = index.save_id
+        save_id, names = index.save_id, {file.name for file in files}
         if index.shared_names:
-            unnamed = unnamed_shards(save_id, index.file_names, [file.name for file in files])
+            unnamed = unnamed_shards(save_id, index.file_names, names)
+        # then files of another save may be all that is left of a checkpoint
+        if not index.disks and (lost := [file.name for file in index.own_files if file.name not in names]):
+            status, problem = "damaged", f"{lost[0]} is missing"
     except CheckpointNotFound:
         status = "partial"
     except CheckpointError as error:
