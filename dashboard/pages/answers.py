@@ -16,14 +16,18 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Annotated, Any, get_args, get_type_hints
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi import FastAPI, Query, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from treeckpt._inspect.outline import Outline
 
@@ -268,6 +272,26 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(msgspec.json.encode(data), status, headers, "application/json")
 
 
+class LateEndpoint:
+    """A route of FastAPI that is made with the first request to its address, or for the schema.
+
+    FastAPI takes 0.2 s to read the parameters of all addresses, of which the first page needs one.
+    """
+
+    def __init__(self, make: Callable[[], APIRoute]) -> None:
+        self._make = make
+
+    @cached_property
+    def route(self) -> APIRoute:
+        """The route itself."""
+        return self._make()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        scope["route"] = self.route
+        await self.route.handle(scope, receive, send)
+
+
 class PageRouter:
     """The addresses of a room: what a function returns is JSON under /api/v1, and a page if it has a template.
 
@@ -284,8 +308,8 @@ class PageRouter:
     """
 
     def __init__(self, **limits: Any) -> None:
-        self.api = APIRouter(prefix=API)
-        self.pages = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
+        self.api: list[Route] = []
+        self.pages: list[Route] = []
         self.result_types: dict[str, Any] = {}
         """The type of the result of each address of the API that answers with JSON."""
         self.media_types: dict[str, str] = {}
@@ -323,7 +347,7 @@ class PageRouter:
             self.result_types[API + path] = result_type or annotation
         links = self.links[path] = {"json": API + path} | ({"csv": f"{API}{path}/{TABLE}"} if table else {})
         add = partial(self._add, function, links, **limits)
-        add(self.api, path, lambda _, result: json_response(result))
+        add(self.api, API + path, lambda _, result: json_response(result))
         if template:
             add(self.pages, page or path, lambda request, result: render(request, template, result))
         if table:
@@ -331,7 +355,7 @@ class PageRouter:
             name = f"{next(part for part in reversed(path.split('/')) if '{' not in part)}.csv"
             text = f"The rows of {path} as CSV, from the first that is asked for to the last of all."
             take = partial(file_response, name=name, media_type=CSV)
-            add(self.api, f"{path}/{TABLE}", lambda _, rows: take(rows.encode()), table=table, text=text)
+            add(self.api, links["csv"], lambda _, rows: take(rows.encode()), table=table, text=text)
 
     def show(self, path: str, function: Callable[..., Response]) -> None:
         """Registers a function that returns the response of a page, of which there is no JSON at this path."""
@@ -341,15 +365,25 @@ class PageRouter:
         self,
         function: Callable[..., Any],
         links: Mapping[str, str],
-        router: APIRouter,
+        routes: list[Route],
+        path: str,
+        answer: Answer,
+        **options: Any,
+    ) -> None:
+        routes.append(Route(path, LateEndpoint(partial(self._route, function, links, path, answer, **options))))
+
+    def _route(
+        self,
+        function: Callable[..., Any],
+        links: Mapping[str, str],
         path: str,
         answer: Answer,
         *,
         table: str = "",
         text: str = "",
         **limits: Any,
-    ) -> None:
-        """Adds an endpoint that answers with the result of a function; with a `table`, with those rows of it as CSV."""
+    ) -> APIRoute:
+        """Returns a route that answers with the result of a function; with a `table`, with those rows of it as CSV."""
         needs = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind != p.KEYWORD_ONLY]
         given = {p.name: p.annotation for p in needs if isinstance(p.annotation, type) and p.annotation not in PLAIN}
         limits = self._limits | limits
@@ -379,8 +413,7 @@ class PageRouter:
         respond.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         respond.__name__ = function.__name__
         text = text or (inspect.getdoc(function) or "").partition("\n\n")[0]
-        options: Any = {"methods": ["GET"], "response_model": None, "response_class": Response}
-        router.add_api_route(path, respond, description=text, **options)
+        return APIRoute(path, respond, methods=["GET"], description=text, response_model=None, response_class=Response)
 
 
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -400,12 +433,13 @@ def _services(request: Request, given: Mapping[str, type], parameters: Mapping[s
 
 
 def describe_responses(app: FastAPI, routers: Sequence[PageRouter]) -> None:
-    """Adds the types of all results to the application's OpenAPI schema, which is built on the first request for it."""
-    build = app.openapi
+    """Adds all addresses and results to the application's OpenAPI schema, built on the first request for it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = build()
+            late = [route.endpoint for router in routers for route in router.api]
+            routes = [one.route for one in late if isinstance(one, LateEndpoint)]
+            schema = app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=routes)
             types = {path: kind for router in routers for path, kind in router.result_types.items()}
             others = [kind for kind, _ in _OTHER_RESPONSES.values()]
             schemas, components = msgspec.json.schema_components(

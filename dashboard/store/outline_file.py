@@ -18,15 +18,25 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
+from treeckpt._core.format.byte_map import ChunkColumns, chunk_columns
 from treeckpt._core.format.records import Index, Leaf, LeafRecord, specs_of
 from treeckpt._core.sharding.int_runs import Runs
 from treeckpt._core.text import json_number
 from treeckpt._core.tree.structure import Structure
 from treeckpt._foreign.foreign_checkpoint import ForeignIndex
-from treeckpt._inspect.outline import Outline, OutlineColumns, outline_columns
+from treeckpt._inspect.outline import (
+    MAX_CHUNKS,
+    Outline,
+    OutlineColumns,
+    PartColumns,
+    Texts,
+    join_texts,
+    outline_columns,
+    part_columns,
+)
 from treeckpt._runs.index_summary import Summary, summarize_index
 
-VERSION = "8"
+VERSION = "9"
 """Version of this format, in the name of the cache directory: other versions use other directories."""
 LEAVES_OF_BLOCK = 64
 """All leaves of a block are decoded to show one."""
@@ -36,7 +46,9 @@ KEPT_BLOCKS = 256
 """Decoded blocks that stay in memory."""
 ALIGNMENT = 8
 _ARRAYS = {"form": "<i4", "child": "<i8", "first": "<i8", "leaves": "<i8", "key_ends": "<i8", "sums": "<i8",
-           "spec": "<i4", "path_ends": "<i8", "block_ends": "<i8"}  # fmt: skip
+           "spec": "<i4", "path_ends": "<i8", "block_ends": "<i8", "part": "<i4", "part_ends": "<i8"}  # fmt: skip
+_CHUNKS = {"form": "<i4", "start": "<i8", "ends": "<i8", "rank": "<i8", "offset": "<i8", "nbytes": "<i8"}
+"""The columns of chunks, which a file has under these names after `chunk_`; none where there are too many chunks."""
 
 
 class _Head(msgspec.Struct):
@@ -76,15 +88,20 @@ def write_outline(index: Index, target: Path, report: Callable[[int, int], None]
     """
     columns, summary, encode = outline_columns(index), summarize_index(index), msgspec.json.Encoder().encode
     blocks, ends = bytearray(), list[int]()
-    records = [(leaf.record, leaf.ranks) for leaf in index.entries]
+    records = [(record, ranks) for record, (_, ranks) in zip(index.leaves, index.paths, strict=True)]
     for low in range(0, len(records), LEAVES_OF_BLOCK):
         if low % (LEAVES_OF_BLOCK * BLOCKS_OF_REPORT) == 0:
             report(low, len(records))
         blocks += encode(records[low : low + LEAVES_OF_BLOCK])
         ends.append(len(blocks))
-    arrays: dict[str, Any] = {**columns._asdict(), "block_ends": np.array(ends, np.int64)}
+    names, part = part_columns(path for path, _ in index.paths)
+    part_names, part_ends = join_texts(names)
+    arrays: dict[str, Any] = {**columns._asdict(), "part": part, "part_ends": part_ends}
+    arrays["block_ends"] = np.array(ends, np.int64)
     data = {name: arrays[name].astype(kind).tobytes() for name, kind in _ARRAYS.items()}
-    data |= {"keys": columns.keys, "paths": columns.paths, "records": blocks}
+    if (chunks := chunk_columns(index, MAX_CHUNKS)) is not None:
+        data |= {f"chunk_{name}": getattr(chunks, name).astype(kind).tobytes() for name, kind in _CHUNKS.items()}
+    data |= {"keys": columns.keys, "paths": columns.paths, "part_names": part_names, "records": blocks}
     data["structure"] = encode(index.structure)
     parts: dict[str, tuple[int, int]] = {}
     place = 0
@@ -127,6 +144,11 @@ class StoredOutline(Outline):
             raise ValueError(f"{path} ends too early")
         arrays = {name: np.frombuffer(parts[name], kind) for name, kind in _ARRAYS.items()}
         ends = arrays.pop("block_ends")
+        self._parts = PartColumns(Texts(parts["part_names"], arrays.pop("part_ends")), arrays.pop("part"))
+        columns_of_chunks = {
+            name: np.frombuffer(parts[f"chunk_{name}"], kind) for name, kind in _CHUNKS.items() if "chunk_form" in parts
+        }
+        self._chunks = ChunkColumns(**columns_of_chunks) if columns_of_chunks else None
         columns = OutlineColumns(forms=head.forms, keys=parts["keys"], paths=parts["paths"], **arrays)
         self.summary = head.summary
         """What lists of checkpoints show."""
@@ -138,6 +160,12 @@ class StoredOutline(Outline):
         entries = _Entries(self, parts["records"], ends, bare)
         vars(index).update(entries=entries, stored=parts["structure"])
         msgspec.structs.force_setattr(index, "leaves", _Records(entries))
+
+    def chunks(self) -> ChunkColumns | None:
+        return self._chunks
+
+    def parts(self) -> PartColumns:
+        return self._parts
 
 
 class _Entries(Sequence[Leaf]):

@@ -43,7 +43,7 @@ REMOTE_SOON = 1.0
 BATCH = 8
 """Directories of a local run that are inspected in one turn."""
 HARDLY = 0.08
-"""Seconds for which a request waits for a scan that has enough to show: the scan may be about to end."""
+"""Seconds for which a request waits for a scan that has enough to show and is past the half: it may be about to end."""
 
 
 TURN_SECONDS = 2.0
@@ -139,6 +139,8 @@ class RunWatcher:
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
             first = self._remote and not self.progress.complete
             running.enough.wait(running.started + (REMOTE_SOON if first else FIRST_WAIT_SECONDS) - time.monotonic())
+            if 2 * self.progress.seen < self.progress.total:
+                return
         running.done.wait(wait)
 
     def _run(self, scan: _Scan) -> None:

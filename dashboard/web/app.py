@@ -83,8 +83,8 @@ def create_app(
     app.state.services = {type(one): one for one in services}
     app.state.boot = secrets.token_hex(8)
     app.state.templates = templates()
-    for room in ROOMS:  # the routes themselves: `include_router` makes each anew for every application
-        app.router.routes += [*room.api.routes, *room.pages.routes]
+    for room in ROOMS:
+        app.router.routes += [*room.api, *room.pages]
     # a browser asks for it beside JSON, which names no icon
     app.add_route("/favicon.ico", lambda _: RedirectResponse("static/mark.svg"), include_in_schema=False)
     describe_responses(app, ROOMS)

@@ -155,7 +155,8 @@ class Browser:
     """A headless Chromium."""
 
     def __init__(self, playwright) -> None:
-        program = shutil.which("chromium") or shutil.which("google-chrome")
+        names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+        program = next(filter(None, map(shutil.which, names)), None)
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-precise-memory-info"]
         self._browser = playwright.chromium.launch(executable_path=program, args=arguments)
         self.page = self._browser.new_page(viewport={"width": 1280, "height": 900})

@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt_dashboard.web.app import ROOMS, create_app
 
-PAGES = [route.path for room in ROOMS for route in room.pages.routes]
+PAGES = [route.path for room in ROOMS for route in room.pages]
 """The path of every page, with the names of its parameters."""
 
 

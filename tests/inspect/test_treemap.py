@@ -17,8 +17,8 @@ from treeckpt._core.format.records import (
 )
 from treeckpt._core.tree.spec import ArraySpec
 from treeckpt._core.tree.structure import DictNode, PerRankNode
-from treeckpt._inspect.outline import Outline
-from treeckpt._inspect.treemap import state_part, treemap_of
+from treeckpt._inspect.outline import Outline, state_part
+from treeckpt._inspect.treemap import treemap_of
 from treeckpt.errors import MismatchError
 
 WAYS = ["tree", "part", "rank", "file", "dtype"]

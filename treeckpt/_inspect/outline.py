@@ -18,12 +18,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from .._core.format.byte_map import ChunkColumns, chunk_columns
 from .._core.format.records import ArrayRecord, Index, Leaf, PerRankValues, ValueRecord
 from .._core.tree.structure import KeyTextCache, Node
 from ..errors import FormatError, MismatchError
 
 MAX_NBYTES = 1 << 63
 """Bytes of all leaves are below this, because they are stored as a signed integer of 64 bits."""
+MAX_CHUNKS = 4_000_000
+"""With more chunks than this, ranks and files are shown without leaves."""
+ROWS_AT_ONCE = 1000
+"""Rows that are in memory at once, where many are made one after the other."""
 SEARCHED_AT_ONCE = 8192
 """Paths that a search tests at once, before it tests each of them."""
 LEAF = ("leaf", "")
@@ -61,6 +66,14 @@ class LeafColumns(NamedTuple):
     """Number of its spec in the index, int32; -1 for a leaf that is no array."""
 
 
+class PartColumns(NamedTuple):
+    """The parts of a training state, see `state_part`."""
+
+    names: Sequence[str] | Texts
+    part: np.ndarray
+    """Of each leaf the number of its part, int32."""
+
+
 class OutlineColumns(NamedTuple):
     """The nodes and leaves of a tree, by number. Texts are UTF-8 with a line feed after each but the last."""
 
@@ -86,11 +99,21 @@ class OutlineColumns(NamedTuple):
     """Where the path of each leaf ends, int64."""
 
 
-class _Texts:
+class Texts:
     """Texts as a run of UTF-8, see `OutlineColumns`."""
 
     def __init__(self, data: bytes | memoryview, ends: np.ndarray) -> None:
         self._data, self._ends = data, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> str:
+        """Returns one text."""
+        return self.run(number, number + 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return self.pick(range(len(self)))
 
     def run(self, start: int, stop: int) -> str:
         """Returns the texts from `start` to `stop` as one, with a line feed between them."""
@@ -123,8 +146,8 @@ class Outline:
     def __init__(self, index: Index, columns: OutlineColumns) -> None:
         self.index = index
         self._columns = columns
-        self._keys = _Texts(columns.keys, columns.key_ends)
-        self._paths = _Texts(columns.paths, columns.path_ends)
+        self._keys = Texts(columns.keys, columns.key_ends)
+        self._paths = Texts(columns.paths, columns.path_ends)
 
     @classmethod
     def of(cls, index: Index) -> Outline:
@@ -138,6 +161,14 @@ class Outline:
     def columns(self) -> LeafColumns:
         """Returns bytes and spec of every leaf."""
         return LeafColumns(np.diff(self._columns.sums), self._columns.spec)
+
+    def chunks(self) -> ChunkColumns | None:
+        """Returns the chunks of all leaves; None if there are more than MAX_CHUNKS."""
+        return chunk_columns(self.index, MAX_CHUNKS)
+
+    def parts(self) -> PartColumns:
+        """Returns the part of the state that each leaf belongs to."""
+        return part_columns(path for path, _ in self.index.paths)
 
     def paths(self, numbers: Iterable[int]) -> Iterator[str]:
         """Yields the paths of leaves."""
@@ -184,21 +215,38 @@ class Outline:
         above = self.row(node) if isinstance(node, str) else node
         return self._rows(above, min(start, above.children), min(start + count, above.children))
 
+    def child_nbytes(self, above: OutlineRow, count: int) -> np.ndarray:
+        """Returns the bytes of the first `count` children of a node."""
+        low = int(self._columns.child[above.number])
+        return self._nbytes(slice(low, low + min(count, above.children)))
+
+    def children_at(self, above: OutlineRow, positions: np.ndarray) -> Iterator[OutlineRow]:
+        """Yields children of a node by position."""
+        low = int(self._columns.child[above.number])
+        for start in range(0, len(positions), ROWS_AT_ONCE):
+            some = positions[start : start + ROWS_AT_ONCE]
+            yield from self._rows_of(above, some.tolist(), low + some, self._keys.pick(low + some))
+
+    def _nbytes(self, part: slice | np.ndarray) -> np.ndarray:
+        """Returns the bytes of nodes."""
+        first = self._columns.first[part]
+        return self._columns.sums[first + self._columns.leaves[part]] - self._columns.sums[first]
+
     def _rows(self, above: OutlineRow | None, start: int, stop: int) -> list[OutlineRow]:
         """Returns children of a node by position, or the root."""
-        columns = self._columns
-        low = int(columns.child[above.number]) if above is not None else 0
+        low = int(self._columns.child[above.number]) if above is not None else 0
         part = slice(low + start, low + stop)
-        first, leaves = columns.first[part], columns.leaves[part]
-        rows = zip(
-            self._keys.lines(part.start, part.stop),
-            [columns.forms[form] for form in columns.form[part].tolist()],
-            np.diff(columns.child[part.start : part.stop + 1]).tolist(),
-            first.tolist(),
-            leaves.tolist(),
-            (columns.sums[first + leaves] - columns.sums[first]).tolist(),
-            strict=True,
-        )
+        return self._rows_of(above, range(start, stop), part, self._keys.lines(part.start, part.stop))
+
+    def _rows_of(
+        self, above: OutlineRow | None, positions: Sequence[int], part: slice | np.ndarray, keys: Iterable[str]
+    ) -> list[OutlineRow]:
+        """Returns children of a node: by their positions, their numbers and their keys."""
+        columns = self._columns
+        low, after = int(columns.child[above.number]) if above is not None else 0, columns.child[1:]
+        children = after[part] - columns.child[part]
+        numbers = columns.form[part], children, columns.first[part], columns.leaves[part], self._nbytes(part)
+        rows = zip(positions, keys, *(column.tolist() for column in numbers), strict=True)
         name = f"{above.node}." if above is not None and above.node else ""
         path = f"{above.path}/" if above is not None and above.path else ""
         return [
@@ -207,14 +255,14 @@ class Outline:
                 node=f"{name}{position}" if above is not None else "",
                 key=key,
                 path=path + key,
-                kind=kind,
-                cls=cls,
-                children=children,
+                kind=columns.forms[form][0],
+                cls=columns.forms[form][1],
+                children=below,
                 first=first_leaf,
                 leaves=count,
                 nbytes=nbytes,
             )
-            for position, (key, (kind, cls), children, first_leaf, count, nbytes) in enumerate(rows, start)
+            for position, key, form, below, first_leaf, count, nbytes in rows
         ]
 
     def node_at(self, path: str) -> OutlineRow | None:
@@ -267,6 +315,22 @@ def words_in(text: str) -> Callable[[str], bool]:
     return lambda path: all(word in path for word in plain) and all(pattern.search(path) for pattern in patterns)
 
 
+def state_part(path: str) -> str:
+    """Returns the part of a training state that a leaf belongs to: its first key, and for deep paths also the last.
+
+    So each moment of an optimizer is a part: `optimizer … exp_avg`.
+    """
+    first, _, rest = path.partition("/")
+    return f"{first} … {rest.rpartition('/')[2]}" if "/" in rest else first
+
+
+def part_columns(paths: Iterable[str]) -> PartColumns:
+    """Returns the parts of the leaves with these paths."""
+    numbers: dict[str, int] = {}
+    part = array("i", [numbers.setdefault(name, len(numbers)) for name in map(state_part, paths)])
+    return PartColumns(list(numbers), np.array(part, np.int32))
+
+
 def outline_columns(index: Index) -> OutlineColumns:
     """Returns the columns of an index.
 
@@ -285,14 +349,17 @@ def outline_columns(index: Index) -> OutlineColumns:
         before = np.cumsum(leaves[middle:high]) - leaves[middle:high]
         own = first[low:middle] - np.concatenate([before, [0]])[child[low:middle] - middle]
         first[middle:high] = before + np.repeat(own, counts[low:middle])
-    whole = [spec.nbytes for spec in index.specs]
+    whole, values = [spec.nbytes for spec in index.specs], (ValueRecord, PerRankValues)
     sizes = [
-        whole[record.spec] if isinstance(record, ArrayRecord) else index.entries[number].nbytes
+        whole[record.spec]
+        if isinstance(record, ArrayRecord)
+        else 0
+        if isinstance(record, values)  # without the entries, which are a second for a million leaves
+        else index.entries[number].nbytes
         for number, record in enumerate(index.leaves)
     ]
     if (total := sum(sizes)) >= MAX_NBYTES:
         raise FormatError("", expected="fewer than 2**63 bytes in all", found=f"{total}")
-    values = ValueRecord, PerRankValues
     specs = [-1 if isinstance(record, values) else record.spec for record in index.leaves]
     return OutlineColumns(
         forms,
@@ -300,10 +367,10 @@ def outline_columns(index: Index) -> OutlineColumns:
         child,
         first,
         leaves,
-        *_joined(keys),
+        *join_texts(keys),
         np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]),
         np.array(specs, np.int32),
-        *_joined(path for path, _ in index.paths),
+        *join_texts(path for path, _ in index.paths),
     )
 
 
@@ -345,7 +412,7 @@ def _nodes(index: Index) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray,
     return list(forms), np.array(form, np.int32), np.array(counts, np.int64), keys, edges
 
 
-def _joined(texts: Iterable[str]) -> tuple[bytes, np.ndarray]:
+def join_texts(texts: Iterable[str]) -> tuple[bytes, np.ndarray]:
     """Returns texts as one run, and where each ends."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))

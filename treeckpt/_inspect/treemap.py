@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import heapq
 import operator
-from bisect import bisect_left
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from .._core.format.byte_map import LeafChunks, leaf_chunks
 from .._core.format.records import Index
 from .._core.sharding.int_runs import decode_runs
 from .._core.tree.spec import BLOB_KINDS
 from ..errors import MismatchError
-from .outline import Outline, OutlineRow
+from .outline import Outline, OutlineRow, Texts
 
 TreemapKey = Literal["tree", "part", "rank", "file", "dtype"]
 
@@ -29,10 +30,10 @@ MIN_DIVIDED = 16
 """With room for fewer boxes than this, merged nodes are not divided."""
 MIN_SHARE = 400_000
 """A box with a share of less than 1 in this many is smaller than a pixel."""
+FEW_CHILDREN = 200
+"""Children of one node that are made rows before they are sorted, which takes less time than numpy."""
 MAX_CHILDREN = 100_000
 """Children of one node that are considered."""
-MAX_CHUNKS = 4_000_000
-"""With more chunks than this, ranks and files are shown without leaves."""
 
 
 class TreemapBox(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ def treemap_of(outline: Outline, by: TreemapKey, *, node: str = "", count: int =
     """
     if by == "tree":
         return _by_tree(outline, node, count)
-    shares = _by_writer(outline.index, by) if by in ("rank", "file") else _by_kind(outline, by)
+    shares = _by_writer(outline, by) if by in ("rank", "file") else _by_kind(outline, by)
     return _by_group(outline, *shares, count)
 
 
@@ -90,34 +91,48 @@ def _by_tree(outline: Outline, node: str, count: int) -> list[TreemapBox]:
     heap = [(-root.nbytes, 0, root)]
     while heap and len(boxes) < count - 1:
         _, at, row = heapq.heappop(heap)
-        children = sorted(outline.children(row, count=MAX_CHILDREN), key=lambda child: -child.nbytes)
-        nbytes, more = row.nbytes, row.children
+        sizes, rows_at = _largest_first(outline, row)
+        nbytes, more, first = row.nbytes, row.children, 0
         if at == 0 and name != node:
-            children = children[part]
-            if not children:
+            sizes, first = sizes[part], part.start
+            if not sizes:
                 raise MismatchError(node, expected=f"a range of {row.children:,} children", found="none of them")
-            nbytes, more = sum(child.nbytes for child in children), len(children)
+            nbytes, more = sum(sizes), len(sizes)
             boxes[0] = TreemapBox(-1, f"{more:,} of {root.key}", nbytes, node=node)
-        first = (part.start or 0) if at == 0 else 0
         # One place is kept for the box of the smaller ones.
         room = count - len(boxes) - 1
-        sizes = [child.nbytes for child in children]
         shown = bisect_left(sizes, -smallest, hi=min(room, len(sizes)), key=operator.neg)
         if sum(sizes[shown:]) > max(sizes[:1], default=0) and room >= MIN_DIVIDED:
             shown = bisect_left(sizes, -nbytes / room, hi=min(shown, room // 2), key=operator.neg)
-        for child in children[:shown]:
+        for child in rows_at(range(first, first + shown)):
             if child.kind != "leaf":
                 heapq.heappush(heap, (-child.nbytes, len(boxes), child))
             boxes.append(_box(at, child))
         ranges = divided(sizes, shown, room - shown)
-        for start, stop in ranges:
-            between = f"{children[start].key} … {children[stop - 1].key}"
+        edges = rows_at([first + place for start, stop in ranges for place in (start, stop - 1)])
+        for (start, stop), low, high in zip(ranges, edges, edges, strict=True):
+            between = f"{low.key} … {high.key}"
             place = f"{row.node}:{first + start}-{first + stop}"
             boxes.append(TreemapBox(at, between, sum(sizes[start:stop]), node=place, more=stop - start))
         done = len(sizes) if ranges else shown
         if (rest := nbytes - sum(sizes[:done])) > 0 and more > done:
             boxes.append(TreemapBox(at, "", rest, node=row.node, more=more - done))
     return boxes
+
+
+def _largest_first(
+    outline: Outline, above: OutlineRow
+) -> tuple[Sequence[int], Callable[[Sequence[int]], Iterator[OutlineRow]]]:
+    """Returns the bytes of the children of a node, the largest first, and what gives the rows at some of these places.
+
+    Of many children most have no box of their own: no row is made of them.
+    """
+    if above.children <= FEW_CHILDREN:
+        rows = sorted(outline.children(above, count=FEW_CHILDREN), key=lambda child: -child.nbytes)
+        return [row.nbytes for row in rows], lambda places: (rows[at] for at in places)
+    nbytes = outline.child_nbytes(above, MAX_CHILDREN)
+    order = np.argsort(-nbytes, kind="stable")
+    return nbytes[order].data, lambda places: outline.children_at(above, order[np.array(places, np.int64)])
 
 
 def divided(sizes: Sequence[int], shown: int, room: int) -> list[tuple[int, int]]:
@@ -134,84 +149,68 @@ def divided(sizes: Sequence[int], shown: int, room: int) -> list[tuple[int, int]
     rest = sum(sizes[shown:])
     if room < MIN_DIVIDED // 2 or not sizes or rest <= sizes[0]:
         return []
-    most = max(sizes[0], 2 * rest / room)
-    ranges, start, held = [], shown, 0
-    for at in range(shown, len(sizes)):
-        if held and held + sizes[at] > most:
-            ranges.append((start, at))
-            start, held = at, 0
-        held += sizes[at]
-    return [*ranges, (start, len(sizes))]
+    most = max(sizes[0], 2 * rest // room)
+    before = array("q", accumulate(sizes, initial=0))
+    ranges, start = list[tuple[int, int]](), shown
+    while start < len(sizes):
+        stop = max(start + 1, bisect_right(before, before[start] + most) - 1)
+        ranges.append((start, stop))
+        start = stop
+    return ranges
 
 
 def _box(parent: int, row: OutlineRow) -> TreemapBox:
     return TreemapBox(parent, row.key, row.nbytes, row.first if row.kind == "leaf" else -1, row.node)
 
 
-def state_part(path: str) -> str:
-    """Returns the part of a training state that a leaf belongs to: its first key, and for deep paths also the last.
-
-    So each moment of an optimizer is a part: `optimizer … exp_avg`.
-    """
-    steps = path.split("/")
-    return steps[0] if len(steps) < 3 else f"{steps[0]} … {steps[-1]}"
+Shares = tuple[Sequence[str] | Texts, np.ndarray, np.ndarray, np.ndarray]
+"""Names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
 
 
-def _by_kind(outline: Outline, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the names of groups, and for each share of a leaf in a group: number of the group, of the leaf, bytes."""
-    numbers: dict[str, int] = {}
+def _by_kind(outline: Outline, by: TreemapKey) -> Shares:
     nbytes, spec = outline.columns()
     [shown] = np.nonzero((nbytes > 0) & (spec >= 0))
-    if by == "dtype":
-        names = [one.kind if one.kind in BLOB_KINDS else one.dtype for one in outline.index.specs]
-        of_spec = [numbers.setdefault(name, len(numbers)) for name in names]
-        group = np.array(of_spec, np.int64)[spec[shown]]
-    else:
-        names = map(state_part, outline.paths(shown.tolist()))
-        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-    return list(numbers), group, shown, nbytes[shown]
+    if by == "part":
+        names, part = outline.parts()
+        return names, part[shown], shown, nbytes[shown]
+    numbers: dict[str, int] = {}
+    dtypes = [one.kind if one.kind in BLOB_KINDS else one.dtype for one in outline.index.specs]
+    of_spec = [numbers.setdefault(name, len(numbers)) for name in dtypes]
+    return list(numbers), np.array(of_spec, np.int64)[spec[shown]], shown, nbytes[shown]
 
 
-def _by_writer(index: Index, by: TreemapKey) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the same as `_by_kind`."""
-    files = index.file_list
-    parts: list[LeafChunks] = []
-    known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-    chunks = 0
-    for entry in index.entries:
-        chunks_of_leaf = leaf_chunks(entry, known)
-        if chunks_of_leaf is None:
-            continue
-        parts.append(chunks_of_leaf)
-        chunks += len(chunks_of_leaf.rank)
-        if chunks > MAX_CHUNKS:
-            sizes = np.array([file.nbytes for file in files], np.int64)
-            ranks = np.array([file.rank for file in files], np.int64)
-            group = ranks if by == "rank" else np.arange(len(files))
-            return _group_names(index, by), group, np.full(len(files), -1), sizes
-    if not parts:
-        none = np.empty(0, np.int64)
-        return [], none, none, none
-    leaf = np.repeat([part.leaf for part in parts], [len(part.rank) for part in parts])
-    rank, nbytes = np.concatenate([part.rank for part in parts]), np.concatenate([part.nbytes for part in parts])
-    if by == "rank":
-        group = rank
-    else:
-        group = _file_numbers(index, rank, _starts(parts))
-    keys, where = np.unique(group * len(index.leaves) + leaf, return_inverse=True)
-    groups, leaves = np.divmod(keys, len(index.leaves))
-    return _group_names(index, by), groups, leaves, np.bincount(where, nbytes).astype(np.int64)
+def _by_writer(outline: Outline, by: TreemapKey) -> Shares:
+    index, chunks = outline.index, outline.chunks()
+    names = _group_names(index, by)
+    if chunks is None:
+        files = index.file_list
+        group = np.array([file.rank for file in files], np.int64) if by == "rank" else np.arange(len(files))
+        return names, group, np.full(len(files), -1), np.array([file.nbytes for file in files], np.int64)
+    [leaf] = np.nonzero(chunks.form >= 0)
+    form = chunks.form[leaf]
+    first = np.concatenate([[0], chunks.ends[:-1]])[form]
+    counts = chunks.ends[form] - first
+    before = np.cumsum(counts) - counts
+    at = np.arange(counts.sum()) + np.repeat(first - before, counts)
+    group = rank = chunks.rank[at]
+    if by == "file":
+        group = _file_numbers(index, rank, np.repeat(chunks.start[leaf], counts) + chunks.offset[at])
+    return names, *_summed(group, np.repeat(leaf, counts), chunks.nbytes[at])
 
 
-def _starts(parts: Sequence[LeafChunks]) -> np.ndarray:
-    """Returns where these chunks start in the streams of their ranks; most leaves differ in the first start only."""
-    known: dict[tuple[int, ...], np.ndarray] = {}
-    runs = [run for part in parts for run in part.start]
-    for run in runs:
-        if run[1:] not in known:
-            known[run[1:]] = decode_runs(((0, *run[1:]),))
-    after = [known[run[1:]] for run in runs]
-    return np.repeat([run[0] for run in runs], list(map(len, after))) + np.concatenate(after)
+def _summed(group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the shares by group and leaf, with one share of each leaf in a group.
+
+    Args:
+        leaf: rising.
+    """
+    if not len(leaf):
+        return group, leaf, nbytes
+    small = group.astype(np.uint16) if group.min() >= 0 and group.max() < 1 << 16 else group  # sorted in one pass
+    order = np.argsort(small, kind="stable")
+    group, leaf, nbytes = group[order], leaf[order], nbytes[order]
+    [new] = np.nonzero(np.concatenate([[True], (np.diff(group) != 0) | (np.diff(leaf) != 0)]))
+    return group[new], leaf[new], np.add.reduceat(nbytes, new)
 
 
 def _group_names(index: Index, by: TreemapKey) -> list[str]:
@@ -223,14 +222,17 @@ def _group_names(index: Index, by: TreemapKey) -> list[str]:
 def _file_numbers(index: Index, rank: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Returns the numbers of the files that hold the given bytes of ranks' streams."""
     ranks, streams = decode_runs(index.files.rank), decode_runs(index.files.stream)
-    # positions among all distinct starts: ranks and starts together would overflow an int64
-    distinct, place = np.unique(np.concatenate([streams, start]), return_inverse=True)
-    keys = np.concatenate([ranks, rank]) * len(distinct) + place
-    return np.searchsorted(keys[: len(ranks)], keys[len(ranks) :], side="right") - 1
+    # positions among the distinct starts of files: ranks and starts together would overflow an int64
+    distinct = np.unique(streams)
+    keys, asked = (
+        ranks_ * (len(distinct) + 1) + np.searchsorted(distinct, starts, side="right")
+        for ranks_, starts in ((ranks, streams), (rank, start))
+    )
+    return np.searchsorted(keys, asked, side="right") - 1
 
 
 def _by_group(
-    outline: Outline, names: list[str], group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
+    outline: Outline, names: Sequence[str] | Texts, group: np.ndarray, leaf: np.ndarray, nbytes: np.ndarray, count: int
 ) -> list[TreemapBox]:
     total = int(nbytes.sum())
     sums = np.bincount(group, nbytes, len(names)).astype(np.int64)
@@ -255,7 +257,9 @@ def _by_group(
     # A place is kept in each group for the box of its smaller leaves.
     room = max(0, count - len(boxes) - len(where))
     by_size = np.argsort(-nbytes, kind="stable")
-    by_size = by_size[(leaf[by_size] >= 0) & np.isin(group[by_size], list(where))]
+    is_shown = np.zeros(len(names), bool)
+    is_shown[list(where)] = True
+    by_size = by_size[(leaf[by_size] >= 0) & is_shown[group[by_size]]]
     kept = room if len(by_size) <= room or room < MIN_DIVIDED else room // 2
     shown = by_size[:kept]
     shown = shown[nbytes[shown] >= -(-total // (room if kept < room else MIN_SHARE))]
@@ -268,12 +272,14 @@ def _by_group(
         left[at] -= size
         members[at] -= 1
     few = int(kept < room) * (room - kept) / total if total else 0.0
+    smaller = by_size[len(shown) :]
+    smaller = smaller[np.argsort(group[smaller], kind="stable")]
+    groups = group[smaller]
     for at, rest in left.items():
         if not (rest and members[at]):
             continue
-        merged = (
-            by_size[len(shown) :][group[by_size[len(shown) :]] == at] if few and rest > most.get(at, 0) else shown[:0]
-        )
+        low, high = np.searchsorted(groups, [at, at + 1]).tolist()
+        merged = smaller[low:high] if few and rest > most.get(at, 0) else shown[:0]
         boxes += _merged(outline, where[at], leaf[merged], nbytes[merged], most.get(at, 0), int(few * rest)) or [
             TreemapBox(where[at], "", rest, more=members[at])
         ]
@@ -284,7 +290,7 @@ def _merged(
     outline: Outline, parent: int, leaf: np.ndarray, nbytes: np.ndarray, most: int, room: int
 ) -> list[TreemapBox]:
     """Returns the boxes of the smaller leaves of a group, the largest first; none if they are not divided."""
-    ranges = divided([most, *nbytes.tolist()], 1, room) if len(leaf) else []
+    ranges = divided(np.concatenate([[most], nbytes]).data, 1, room) if len(leaf) else []
     ends = sorted({int(leaf[n]) for start, stop in ranges for n in (start - 1, stop - 2)})
     paths = dict(zip(ends, outline.paths(ends), strict=True))
     return [

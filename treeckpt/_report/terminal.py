@@ -9,12 +9,8 @@ import codecs
 import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..errors import visible
 
@@ -29,14 +25,6 @@ STYLES = {
 }
 
 
-class OutputConsole(Console):
-    """A console that leaves it to its caller what a closed pipe means; rich ends the process with code 1."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Raises the BrokenPipeError that is handled."""
-        raise
-
-
 def print_json(thing: object) -> None:
     """Prints indented JSON of any object that msgspec can encode."""
     text = msgspec.json.format(msgspec.json.encode(thing), indent=2).decode()
@@ -49,17 +37,23 @@ def print_json(thing: object) -> None:
 
 def print_line(text: str, style: str = "") -> None:
     """Prints one line of text."""
+    from .console import OutputConsole, Text  # rich takes a tenth of the start of a command that prints no text
+
     console = OutputConsole(highlight=False, soft_wrap=True)
     console.print(Text(visible(text), style=style))
 
 
 def fail(text: str) -> None:
     """Prints a message on the error stream."""
+    from .console import OutputConsole, Text
+
     OutputConsole(stderr=True, highlight=False, soft_wrap=True).print(Text(visible(text), style="red"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Prints a table; cells that are a status are coloured, columns named in `right` are aligned to the right."""
+    from .console import OutputConsole, Table, Text
+
     columns, cells = [*map(visible, columns)], [[visible(cell) for cell in row] for row in rows]
     console = OutputConsole(highlight=False)
     if not console.is_terminal:
@@ -85,6 +79,8 @@ def _print_plain(columns: Sequence[str], rows: Sequence[Sequence[str]], right: S
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Prints names and values, one pair on each line."""
+    from .console import OutputConsole, Text
+
     facts = [(visible(name), text) for name, text in facts]
     width = max((len(name) for name, _ in facts), default=0)
     console = OutputConsole(highlight=False, soft_wrap=True)

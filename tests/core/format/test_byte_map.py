@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from tests.helpers.indexes import index_of
 from tests.helpers.saves import ranks_of, saves, small
 from tests.helpers.strategies import mesh_layouts, regions, shapes
-from treeckpt._core.format.byte_map import chunk_count, extents_in_file, holders_of, layout_of, locate_chunks
+from treeckpt._core.format.byte_map import (
+    chunk_columns,
+    chunk_count,
+    extents_in_file,
+    holders_of,
+    layout_of,
+    locate_chunks,
+)
 from treeckpt._core.format.records import (
     AliasRecord,
     ArrayRecord,
@@ -171,3 +178,32 @@ def test_a_region_may_lie_in_several_pieces_of_one_rank():
 def test_holders_are_in_the_order_of_the_mesh():
     layout = MeshLayout(Mesh((2, 2), encode_runs([3, 1, 2, 0])), (Shard(0), Replicate()))
     assert holders_of(layout, (4,), Region((2,), (2,))) == [2, 0]
+
+
+@given(saves())
+@FEWER
+def test_columns_have_every_chunk_of_every_leaf(saved):
+    index = saved.index
+    columns = chunk_columns(index, 1 << 30)
+    assert columns is not None and len(columns.form) == len(columns.start) == len(index.entries)
+    streams = {file.name: file.stream - file.header for file in index.file_list}
+    begins = [0, *columns.ends.tolist()]
+    for leaf in index.entries:
+        form = int(columns.form[leaf.number])
+        part = slice(begins[form], begins[form + 1]) if form >= 0 else slice(0)
+        places = columns.rank[part], columns.start[leaf.number] + columns.offset[part], columns.nbytes[part]
+        found = [place for place in zip(*(column.tolist() for column in places), strict=True) if place[2]]
+        located = [] if leaf.stored is None or isinstance(leaf.record, AliasRecord) else locate_chunks(index, leaf)
+        wanted = [(one.rank, one.start + streams[one.file.name], one.stop - one.start) for one in located]
+        assert sorted(found) == sorted(place for place in wanted if place[2])
+
+
+def test_leaves_that_are_cut_alike_share_the_columns():
+    grid, spec = encode_runs([0, 2, 4]), ArraySpec((4,), "uint8")
+    cut = [GridChunks((grid,), encode_runs([0, 1]), encode_runs([start, start])) for start in (0, 2, 4)]
+    other = GridChunks((grid,), encode_runs([0, 1]), encode_runs([6, 8]))
+    leaves = {str(n): ArrayRecord(0, -1, chunks) for n, chunks in enumerate([*cut, other])}
+    columns = chunk_columns(index_of({**leaves, "v": ValueRecord(1)}, [spec]), 8)
+    assert columns.form.tolist() == [0, 0, 0, 1, -1] and columns.start.tolist() == [0, 2, 4, 6, 0]
+    assert columns.ends.tolist() == [2, 4] and columns.offset.tolist() == [0, 0, 0, 2]
+    assert chunk_columns(index_of(leaves, [spec]), 7) is None

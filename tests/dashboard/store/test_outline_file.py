@@ -89,6 +89,24 @@ def test_treemaps_are_the_same(both, by):
         assert treemap_of(stored, by, count=count) == treemap_of(memory, by, count=count)
 
 
+def test_maps_by_writer_and_part_decode_no_leaf(both, tmp_path, monkeypatch):
+    memory, _ = both
+    write_outline(memory.index, tmp_path / "t")
+    stored = StoredOutline(tmp_path / "t")
+    monkeypatch.setattr(type(stored.index.entries), "_read", lambda self, block: pytest.fail("a block is decoded"))
+    for by in ("part", "rank", "file", "dtype"):
+        assert treemap_of(stored, by) == treemap_of(memory, by)
+
+
+def test_of_too_many_chunks_no_columns_are_kept(both, tmp_path, monkeypatch):
+    memory, _ = both
+    monkeypatch.setattr("treeckpt_dashboard.store.outline_file.MAX_CHUNKS", 3)
+    write_outline(memory.index, tmp_path / "t")
+    stored = StoredOutline(tmp_path / "t")
+    assert stored.chunks() is None
+    assert {box.leaf for box in treemap_of(stored, "rank")} == {-1}
+
+
 def test_the_rest_of_the_index_is_the_same(both):
     memory, stored = both
     assert stored.index.structure == memory.index.structure

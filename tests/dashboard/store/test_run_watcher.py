@@ -180,3 +180,25 @@ def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_lo
 
     monkeypatch.setattr(LocalStore, "entries", replaced)
     assert catalog.read_info(path).status == "complete"
+
+
+def test_a_page_does_not_wait_for_the_rest_of_a_large_run(tmp_path, monkeypatch):
+    """A page is full; a scan before its half is not about to end."""
+    import threading
+
+    write_many(tmp_path / "run", 203)
+    library, gate, seen = Library([tmp_path / "run"]), threading.Event(), []
+    run = library.runs[0]
+
+    def look(folder):
+        seen.append(folder.name)
+        if len(seen) > 101:
+            gate.wait()
+        return library.inspect_directory(run, folder)
+
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.HARDLY", 3600)
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.FIRST_WAIT_SECONDS", 3600)
+    watch = library.watches[run.id] = RunWatcher(run.store, look)
+    watch.refresh()
+    assert len(watch.infos) >= 100 and not watch.progress.complete
+    gate.set()

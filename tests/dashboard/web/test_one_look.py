@@ -8,7 +8,7 @@ import pytest
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.web.app import ROOMS
 
-ROUTES = [route for room in ROOMS for route in [*room.api.routes, *room.pages.routes]]
+ROUTES = [route for room in ROOMS for route in [*room.api, *room.pages]]
 OF_A_CHECKPOINT = sorted({route.path for route in ROUTES if "{checkpoint_id}" in route.path})
 COMPARISONS = ["/api/v1/diff", "/api/v1/diff/values", "/api/v1/diff/changes", "/diff", "/diff/changes"]
 

@@ -7,6 +7,7 @@ of a keyed table when one of them is, because its rows belong together.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -215,6 +216,52 @@ def leaf_chunks(leaf: Leaf, known: dict[object, tuple[np.ndarray, np.ndarray]]) 
         known[key] = ranks, sizes
     start = ((chunks.start,),) if isinstance(chunks, WholeChunk) else chunks.start
     return LeafChunks(leaf.number, known[key][0], start, known[key][1])
+
+
+class ChunkColumns(NamedTuple):
+    """The chunks of all leaves. Most leaves are cut and placed as others are: these have one form."""
+
+    form: np.ndarray
+    """Of each leaf the number of its form, int32; -1 without chunks."""
+    start: np.ndarray
+    """Of each leaf where its first chunk starts in the stream of its rank, int64."""
+    ends: np.ndarray
+    """Of each form where its chunks end in the columns that follow, int64."""
+    rank: np.ndarray
+    """Of each chunk of a form its rank, int64."""
+    offset: np.ndarray
+    """Of each chunk of a form its start in the stream of its rank, less that of the first chunk, int64."""
+    nbytes: np.ndarray
+    """Of each chunk of a form its bytes, int64."""
+
+
+def chunk_columns(index: Index, limit: int) -> ChunkColumns | None:
+    """Returns the chunks of all leaves; None if there are more than `limit`."""
+    if index.listed.total > limit:
+        return None
+    known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+    forms: dict[tuple[int, int, Runs], tuple[int, LeafChunks]] = {}
+    form, starts, count = array("i"), array("q"), 0
+    for leaf in index.entries:
+        chunks = leaf_chunks(leaf, known)
+        if chunks is None or not len(chunks.rank):
+            form.append(-1)
+            starts.append(0)
+            continue
+        count += len(chunks.rank)
+        if count > limit:
+            return None
+        first = chunks.start[0][0]
+        after = tuple([(run[0] - first, *run[1:]) for run in chunks.start])
+        # `known` and the forms keep the columns, and their ids
+        number, _ = forms.setdefault((id(chunks.rank), id(chunks.nbytes), after), (len(forms), chunks))
+        form.append(number)
+        starts.append(first)
+    columns = [(chunks.rank, decode_runs(after), chunks.nbytes) for (*_, after), (_, chunks) in forms.items()]
+    ends = np.cumsum([len(column) for column, *_ in columns], dtype=np.int64)
+    nothing = np.empty(0, np.int64)
+    rank, offset, nbytes = (np.concatenate([nothing, *(column[at] for column in columns)]) for at in range(3))
+    return ChunkColumns(np.array(form, np.int32), np.array(starts, np.int64), ends, rank, offset, nbytes)
 
 
 def _chunk_columns(spec: ArraySpec, chunks: WholeChunk | GridChunks | BoxChunks) -> tuple[np.ndarray, Runs, np.ndarray]:
