@@ -215,6 +215,49 @@ def test_a_base_that_is_none_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "1" / INDEX_NAME).exists()
 
 
+def test_a_base_that_is_not_beside_is_an_error_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Adapted()
+    for step in range(3):
+        tc.save(tmp_path / f"a/{step}", state.train(), **({"base": tmp_path / f"a/{step - 1}"} if step else {}))
+    with pytest.raises(tc.CheckpointError, match="in another directory"):
+        tc.save(tmp_path / "b/3", state.train(), base=tmp_path / "a/2")
+    assert not list(tmp_path.glob("b/3/shard-*"))
+    # by another path, and as a copy, it is beside
+    monkeypatch.chdir(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for path, base in ((tmp_path / "a/4", Path("2")), (tmp_path / "link/5", tmp_path / "a/2"), (tmp_path / "c/3", "2")):
+        report = tc.save(path, tree := state.train(), base=base)
+        assert report.shared_nbytes == FROZEN * NBYTES and tc.verify(path).ok
+        assert_same(path, tree)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("verified", ["home", "sharer"])
+def test_nothing_is_shared_with_a_checkpoint_in_which_damage_was_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, verified: str, restarted: bool
+) -> None:
+    state, comm = Adapted(), thread_comms(1)[0]
+    with tc.Manager(tmp_path, keep=None, incremental=True, background=False, comm=comm) as manager:
+        for step in range(1, 4):
+            manager.save(step, state.train())
+        [file] = [file for file in (tmp_path / "step_00000001").glob("shard-*") if file.stat().st_size > 1 << 20]
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 255
+        file.write_bytes(data)
+        assert main(["verify", str(manager.path(1 if verified == "home" else 3))]) == 1
+        if restarted:
+            comm.state.remove(KnownFiles)
+        for step in (4, 5):
+            report = manager.save(step, tree := state.train())
+            assert isinstance(report, tc.SaveReport) and bool(report.shared_nbytes) == (step == 5)
+            assert tc.verify(manager.path(step)).ok
+            assert_same(manager.path(step), tree)
+    assert "in which a verification has found damage" in caplog.text
+
+
 @pytest.fixture
 def shared(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """The path of a checkpoint that shares files of `1`, and its tree."""

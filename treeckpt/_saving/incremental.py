@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from .._arrays.base import ArraySource
-from .._core.format.files import checksum
+from .._core.format.files import checksum, verdict_name
 from .._core.format.records import Index
 from .._core.format.references import Home, References, SharedFile, kept_groups, with_new_groups
 from .._core.format.shard_header import BLOCK, ShardEntry, parse_shard_name, shard_name
@@ -35,10 +35,10 @@ from .._core.planning.save_plan import ArrayLeaf, FilePlan, GlobalPlan
 from .._core.sharding.int_runs import Runs, encode_runs
 from .._io.comm.comm import Comm
 from .._io.storage.checkpoint import read_index, with_shared_files
-from .._io.storage.deletions import index_state
+from .._io.storage.deletions import committed_save_id, index_state
 from .._io.storage.kept_files import hold_lease
 from .._io.storage.shard_reader import read_header
-from .._io.storage.store import Store
+from .._io.storage.store import Store, for_each
 from .._threads import ThreadPool
 from ..errors import CheckpointError, TreeckptError
 from .options import GivenBase, IncrementalOptions
@@ -47,6 +47,7 @@ from .shard_writer import CommitResult, TreeShardSource, WriteReport, shard_entr
 from .table_deltas import KnownRuns, TableDeltas
 
 _log = logging.getLogger("treeckpt")
+_DAMAGED = "has files, or shares some, in which a verification has found damage"
 
 
 class BaseCheckpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -123,14 +124,18 @@ def read_base(
 
     Raises:
         StoreError: the store has no directories beside each other.
-        CheckpointError: the checkpoint was asked for and cannot be read.
+        CheckpointError: the checkpoint was asked for, and cannot be read or is not beside that of the save.
     """
     store.run()
     for folder, save_id in options.source.bases() if options.source is not None else ():
         try:
             with contextlib.ExitStack() as held:
+                _check_beside(folder, store)
                 held.enter_context(hold_lease(folder))
                 base = _read_base(folder, save_id, store, kept)
+                if base is not None and _was_found_damaged(folder, base):
+                    _log.warning("%s: all is written: %s %s", store.url, folder.url, _DAMAGED)
+                    return None  # what came before it may have the same files
                 if base is not None:
                     opened.push(held.pop_all())
                     due = options.full_every is not None and base.references.since_full + 1 >= options.full_every
@@ -142,6 +147,25 @@ def read_base(
                 raise
             _log.warning("%s: nothing is shared with %s, which cannot be read: %s", store.url, folder.url, error)
     return None
+
+
+def _check_beside(folder: Store, store: Store) -> None:
+    """Raises CheckpointError for a checkpoint that is not in a directory beside that of a save."""
+    run = store.run()
+    if folder.run().url != run.url and committed_save_id(run.folder(folder.name)) != read_index(folder).save_id:
+        raise CheckpointError(
+            folder.url,
+            expected=f"a checkpoint beside {store.url}",
+            found="one in another directory",
+            hint="Checkpoints share files with those beside them alone: leave base= out for the first save of a run",
+        )
+
+
+def _was_found_damaged(folder: Store, base: BaseCheckpoint) -> bool:
+    """Whether a verification has found damage in a checkpoint, or in one whose files it names."""
+    run, saves = folder.run(), [Home(folder.name, base.save_id), *base.references.homes]
+    places = [(run.folder(save.directory), verdict_name(save.save_id)) for save in saves]
+    return any(found is not None for found in for_each(folder, lambda place: place[0].entry(place[1]), places))
 
 
 def _read_base(folder: Store, save_id: str, store: Store, kept: KnownFiles | None) -> BaseCheckpoint | None:
