@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import lru_cache, partial
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -102,9 +103,15 @@ def damage_of(outline: Outline, found: Verification | None, sizes: Mapping[str, 
     return located.result()
 
 
-@lru_cache(4)
+_known = WeakKeyDictionary[Outline, tuple[tuple[BadBytes, ...], Future[Damage]]]()
+"""The last damage of each outline that is open."""
+
+
 def _located(outline: Outline, bad: tuple[BadBytes, ...]) -> Future[Damage]:
-    return call_in_thread(partial(_locate, outline, bad), "treeckpt-damage")
+    known = _known.get(outline)
+    if known is None or known[0] != bad:
+        known = _known[outline] = bad, call_in_thread(partial(_locate, outline, bad), "treeckpt-damage")
+    return known[1]
 
 
 def _locate(outline: Outline, bad: tuple[BadBytes, ...]) -> Damage:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -19,6 +20,7 @@ from treeckpt.errors import visible
 from ..pages.checkpoints import PAGE_ROWS, filled, iso_time, next_start
 from ..store.background_results import BackgroundResults
 from ..store.library import Library, Run
+from ..store.watch import RunWatcher
 
 WAIT = 0.2
 """Seconds for which a page waits for a list; then it says that it is being read."""
@@ -85,14 +87,15 @@ class FailureLists(BackgroundResults[str, Failures]):
     def __init__(self, library: Library) -> None:
         super().__init__("treeckpt-failures", most=MAX_LISTS)
         self._library = library
-        self._known: dict[str, dict[str, SaveFailure]] = {}
+        self._known = WeakKeyDictionary[RunWatcher, dict[str, SaveFailure]]()
+        """By what watches the run: they go with it."""
 
     def list_of(self, run: Run, infos: Sequence[CheckpointInfo]) -> Failures | None:
         """Returns the last list; starts to read it again unless it is fresh; None while there is none."""
         watch = self._library.watch(run)
         if not watch.progress.complete:
             return None
-        known = self._known.setdefault(run.id, {})
+        known = self._known.setdefault(watch, {})
         read = partial(failures_of, run.store, infos, known=known)
         fresh = FAR_FRESH if run.store.traits.far else FRESH
         return self.of(run.id, watch.version, read, fresh=fresh, seconds=WAIT)

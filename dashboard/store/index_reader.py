@@ -230,8 +230,10 @@ class IndexReader:
         self._cache.tidy()
 
     def close(self) -> None:
-        """Kills the processes that read indexes."""
+        """Kills the processes that read indexes, and forgets the files that are open."""
         self._jobs.close()
+        with self._lock:
+            self._opened.clear()
 
 
 def is_large(entry: DirectoryEntry) -> bool:

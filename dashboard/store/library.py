@@ -317,9 +317,21 @@ class Library:
         return self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
 
     def _with_ids(self, run: Run, infos: list[CheckpointInfo]) -> Listed:
+        self._forget_directories()
         if len(reduced := self._reduced[run.id]) > 2 * len(infos) + 1000:  # most are of checkpoints that are gone
             reduced.clear()
         return [(_id(str(run.path), info.name), info) for info in infos]
+
+    def _forget_directories(self) -> None:
+        """Forgets the ids of directories that are gone, once these are most of them."""
+        watches = self.watches.copy()
+        if len(self._directories) > 2 * sum(len(watch.names) for watch in watches.values()) + 1000:
+            there = {run_id: set(watch.names) for run_id, watch in watches.items()}
+            self._directories = {
+                checkpoint_id: (run, name)
+                for checkpoint_id, (run, name) in self._directories.copy().items()
+                if name in there.get(run.id, ())
+            }
 
     def _take_verifications(self) -> None:
         """Inspects the checkpoints that were verified since the last call, by this program or by another one."""

@@ -273,6 +273,11 @@ class RunWatcher:
                 self._update(known.unread or self._store.folder(name).listed())
 
     @property
+    def names(self) -> Sequence[str]:
+        """The directories of the last listing, the newest steps first."""
+        return self._names
+
+    @property
     def infos(self) -> list[CheckpointInfo]:
         """The checkpoints found so far, newest first; the caller must not change the list."""
         with self._lock:

@@ -10,11 +10,12 @@ one slow save of many does not vanish. Each bin leads to its longest save.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from treeckpt.errors import TreeckptError, visible
 
 from ..pages.checkpoints import branch_numbers, next_start, unix_time
 from ..store.library import LastResult, Library, Listed, Run
-from ..store.watch import ScanProgress
+from ..store.watch import RunWatcher, ScanProgress
 
 BINS = 240
 """Bins of one view, at most."""
@@ -250,7 +251,8 @@ class TrendTables:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._kept = defaultdict[str, LastResult[Listed, RunTrends]](LastResult)
+        self._kept = WeakKeyDictionary[RunWatcher, LastResult[Listed, RunTrends]]()
+        """By what watches the run: they go with it."""
 
     def page(self, run_id: str, start: int, low: int, high: int) -> TrendsPage:
         """Returns the page of a run.
@@ -285,7 +287,8 @@ class TrendTables:
 
     def _trends(self, run_id: str) -> RunTrends:
         run = self._library.run(run_id)
-        return self._kept[run_id].of(self._library.checkpoints(run), partial(_run_trends, self._library, run))
+        last = self._kept.setdefault(self._library.watch(run), LastResult())
+        return last.of(self._library.checkpoints(run), partial(_run_trends, self._library, run))
 
 
 def _run_trends(library: Library, run: Run, listed: Listed) -> RunTrends:

@@ -32,9 +32,8 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
-def serve():
-    """Starts servers in threads; gives each one's address."""
+def _serving():
+    """Gives what starts servers in threads, and returns each one's address; ends them, and the files they have open."""
     running = []
 
     def make(*runs, **options):
@@ -47,9 +46,15 @@ def serve():
         return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     yield make
-    for server, thread in running:
+    for server, _ in running:
         server.should_exit = True
+    for _, thread in running:
         thread.join(60)
+
+
+serve = pytest.fixture(_serving)
+serve_module = pytest.fixture(_serving, scope="module")
+serve_session = pytest.fixture(_serving, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +65,8 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def address(serve, run):
-    return serve(run)
+def address(serve_session, run):
+    return serve_session(run)
 
 
 @pytest.fixture(scope="session")
@@ -93,8 +98,10 @@ def kept_pages(new_page):
 
 
 @pytest.fixture
-def watched(new_page, kept_pages):
+def watched(new_page, kept_pages, serve):
     """Opens pages; afterwards, none may have logged an error, broken the policy or asked another origin.
+
+    The servers of the test end after its pages have left them.
 
     The page of a test before is opened again, without what it stored, at its first size.
     """

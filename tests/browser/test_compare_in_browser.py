@@ -15,14 +15,14 @@ SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
-def place(serve, tmp_path_factory):
+def place(serve_module, tmp_path_factory):
     """Six runs, of which `run-4` has the lowest loss; the last one has 600 checkpoints."""
     root = tmp_path_factory.mktemp("six")
     best = [3.0, 2.5, 2.0, 1.5, 0.5, 1.0]
     for n, low in enumerate(best):
         values = lambda step, low=low: {"loss": low + 100 / step, "accuracy": 1 - low / 10}  # noqa: E731
         write_many(root / f"run-{n}", 600 if n == 5 else 8, metrics=values)
-    return serve(*sorted(root.glob("run-*")), cache=root / "cache")
+    return serve_module(*sorted(root.glob("run-*")), cache=root / "cache")
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ ODD = "\u05e9\u05dc\u05d5\u05dd \u202egnp.exe \u2066 \U0001f468\u200d\U0001f469\
 
 
 @pytest.fixture(scope="session")
-def odd_address(serve, run, tmp_path_factory):
+def odd_address(serve_session, run, tmp_path_factory):
     """A dashboard of runs with names, metrics, leaves and metadata of any length and script, and many leaves."""
     at = tmp_path_factory.mktemp("odd")
     small = {"layers": 1, "width": 32, "vocabulary": 64}
@@ -83,7 +83,7 @@ def odd_address(serve, run, tmp_path_factory):
     write_checkpoint(at / ("r" * 240) / ("n" * 250), gpt_state(**small), step=None)
     values = {step: {"loss": 1 / step, "accuracy": 0.1} for step in range(100, 6100, 100)}
     write_metrics(at / "\u05e9\u05dc\u05d5\u05dd \U0001f525", values)
-    return serve(run, *sorted(at.iterdir()))
+    return serve_session(run, *sorted(at.iterdir()))
 
 
 BLANK = """[...document.querySelectorAll(".card, .tile, .note")]

@@ -16,14 +16,14 @@ HOSTILE = "<img src=x onerror=alert(1)>\u202e"
 
 
 @pytest.fixture(scope="module")
-def place(serve, tmp_path_factory):
+def place(serve_module, tmp_path_factory):
     """Forty runs: one is late, one has a hostile name."""
     root = tmp_path_factory.mktemp("forty")
     for n in range(38):
         write_many(root / f"run-{n:02d}", 3, metrics=lambda step: {"loss": 300 / step})
     late = write_many(root / "late", 6, start_ns=time.time_ns() - 26 * 60 * 10**9)
     runs = [late, write_metrics(root / HOSTILE, {7: {"loss": 1.0}}), *sorted(root.glob("run-*"))]
-    return serve(*runs, cache=root / "cache")
+    return serve_module(*runs, cache=root / "cache")
 
 
 def test_which_step_can_i_resume_from_takes_no_click(watched, serve, tmp_path):

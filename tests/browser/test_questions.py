@@ -90,8 +90,8 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def home(serve, runs):
-    return serve(runs["healthy"].parent)
+def home(serve_module, runs):
+    return serve_module(runs["healthy"].parent)
 
 
 @pytest.fixture(scope="module")

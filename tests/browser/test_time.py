@@ -20,7 +20,7 @@ SLOW = 287
 
 
 @pytest.fixture(scope="module")
-def timing(serve, tmp_path_factory):
+def timing(serve_module, tmp_path_factory):
     """The address of the timing of a background save of 400 ranks, of which one writes three times as long."""
     run = tmp_path_factory.mktemp("many") / "wide"
     index = write_checkpoint(run / "step_00000001", {"x": 1}, step=1, world=WORLD)
@@ -35,7 +35,7 @@ def timing(serve, tmp_path_factory):
     hosts = tuple(Host(f"node{n}", encode_runs(range(8 * n, 8 * n + 8))) for n in range(WORLD // 8))
     timings = Timings(index.save_id, 1, WORLD, tuple(spans), None, hosts)
     (run / "step_00000001" / timings_name(index.save_id)).write_bytes(encode_timings(timings))
-    address = serve(run)
+    address = serve_module(run)
     [found] = httpx.get(f"{address}/api/v1/runs", timeout=60).json()["runs"]
     return f"{address}/checkpoints/{found['checkpoints'][0]['id']}/timing"
 
@@ -155,7 +155,7 @@ SAVES = 60
 
 
 @pytest.fixture(scope="module")
-def trending(serve, tmp_path_factory):
+def trending(serve_module, tmp_path_factory):
     """The address of a run of 60 saves of 16 ranks: rank 11 is slow in fsync in each third save and in the last two."""
 
     def spans_of(n):
@@ -165,7 +165,7 @@ def trending(serve, tmp_path_factory):
             for name, start, stop in (("write", 0, 40), ("fsync", 40, 40 + fsync)):
                 yield Span(name, rank, START_NS + start * 10**6, START_NS + stop * 10**6, 64)
 
-    return serve(write_timed(tmp_path_factory.mktemp("trending") / "run", SAVES, spans_of))
+    return serve_module(write_timed(tmp_path_factory.mktemp("trending") / "run", SAVES, spans_of))
 
 
 def test_why_a_save_was_slow_which_rank_which_phase_and_whether_it_is_a_trend_takes_two_clicks(watched, trending):

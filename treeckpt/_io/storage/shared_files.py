@@ -122,4 +122,6 @@ def _shared_by_headers(folder: Store, names: Collection[str]) -> Mapping[str, st
                     found[shard_name(home.save_id, header.rank, header.world, file.home_part)] = home.directory
     except (TreeckptError, OSError):
         return None
+    finally:
+        folder.close()  # a deletion that follows would free no byte of a shard that stays open
     return found
