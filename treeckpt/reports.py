@@ -261,6 +261,10 @@ class VerifyReport(msgspec.Struct, frozen=True):
         """Whether the checkpoint is intact: all of it that is here was compared, and is as it was saved."""
         return self.verdict == "intact"
 
+    def __bool__(self) -> bool:
+        """As `ok`: `assert tc.verify(path)` says nothing of damage otherwise."""
+        return self.ok
+
     @property
     def verdict(self) -> Literal["intact", "damaged", "unread"]:
         """What is known of the checkpoint; "unread" where no fault was found, and not all could be read."""

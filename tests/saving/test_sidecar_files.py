@@ -222,7 +222,12 @@ def test_damage_is_found_by_verify_and_named(tmp_path: Path, damage: str) -> Non
         with pytest.raises(tc.CorruptError, match=r"config\.json"):
             tc.read_file(path, "config.json")
     assert np.array_equal(tc.load(path)["w"], TREE["w"])
-    assert [problem.file for problem in tc.verify(path, repair=True).problems] == [file.name]
+    copy = path / "config.json"
+    copied = copy.read_bytes()
+    copy.write_bytes(b"9876543210")
+    assert [problem.file for problem in tc.verify(path, repair=True).problems] == [file.name], "the copy is no better"
+    copy.write_bytes(copied)
+    assert tc.verify(path, repair=True).ok and tc.read_file(path, "config.json") == copied == b"0123456789"
 
 
 def test_a_rebuilt_index_lists_them(tmp_path: Path) -> None:

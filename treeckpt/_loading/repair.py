@@ -3,10 +3,10 @@
 The index is rebuilt from the headers of the shards. A shard's header is rebuilt from the index, which holds all of it
 but the checksums; these are computed again from the data, or taken from the damaged header. The rebuilt header is the
 right one only if it has the seal that was written. A sidecar file is made again from its copy, if that has the checksum
-of the index. Bytes after the end of a shard are cut off where all before them are
-intact. Timings cannot be rebuilt: they are a record beside the checkpoint. Each file that is replaced or removed is
-kept as `<name>.<id>.damaged`; the new file takes its name in one step (in a store without renames the old one is
-deleted first, and the new one is a copy of what was kept).
+of the index. Bytes after the end of a shard are cut off where all before them are intact. Timings cannot be rebuilt:
+they are a record beside the checkpoint. Each file that is replaced or removed is kept as `<name>.<id>.damaged`; the new
+file takes its name in one step (in a store without renames the old one is deleted first, and the new one is a copy of
+what was kept).
 """
 
 from __future__ import annotations
@@ -127,15 +127,15 @@ def _drop_timings(store: Store, save_id: str, repairs: list[Repair]) -> None:
 
 def _repair_sidecar(store: Store, index: Index, sidecar: Sidecar, repairs: list[Repair]) -> None:
     """Makes a sidecar file again from its copy for other programs, where that is what was saved."""
-    name = stored_name(index.save_id, sidecar.name)
+    name, sizes = stored_name(index.save_id, sidecar.name), store.sizes()
     try:
         read_sidecar(store, index, sidecar.name)
-        return
+        if sizes.get(name) == sidecar.nbytes:
+            return
     except (OSError, CheckpointError, StoreError) as error:
         if read_failure(error):  # it may be right
             return
-    entry = store.entries().get(sidecar.name)
-    if entry is None or entry.nbytes != sidecar.nbytes:
+    if sizes.get(sidecar.name) != sidecar.nbytes:
         return
     data = bytearray(sidecar.nbytes)
     try:
