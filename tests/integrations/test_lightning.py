@@ -137,6 +137,14 @@ def test_a_name_whose_save_was_killed_loads_the_newest_beside_it(
 
 
 @pytest.mark.slow
+def test_the_link_to_a_first_save_that_was_killed_is_named_for_removal(io: Any, tmp_path: Path) -> None:
+    (tmp_path / "first.ckpt").mkdir()
+    (tmp_path / "last.ckpt").symlink_to("first.ckpt")
+    with pytest.raises(tc.CheckpointNotFound, match=r"first\.ckpt.*unfinished.*anew, remove .*/last\.ckpt"):
+        io.load_checkpoint(tmp_path / "last.ckpt")
+
+
+@pytest.mark.slow
 def test_what_is_removed_stays_until_the_saves_before_are_committed(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     io.load_checkpoint(tmp_path / "1.ckpt")

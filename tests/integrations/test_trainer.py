@@ -65,12 +65,12 @@ def _is_continued(resumed: Any, whole: Any, step: int) -> bool:
     )
 
 
-def _copied_in_save(job: Any, copy: Path) -> Any:
-    """Returns a trainer that copies its run's directory inside the save of the last step, as a kill leaves it."""
+def _copied_in_save(job: Any, copy: Path, step: int = SAVES[-1]) -> Any:
+    """Returns a trainer that copies its run's directory inside the save of a step, as a kill leaves it."""
 
     class Copied(job.Recorded):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            if self.state.global_step != SAVES[-1]:
+            if self.state.global_step != step:
                 return super()._save_checkpoint(model, trial)
             self._settle()
             with writers_stopped():
@@ -88,6 +88,40 @@ def test_killed_inside_a_save_a_run_goes_on_from_the_step_before_bit_for_bit(job
     resumed = _train(job, tmp_path / "killed", resume=True)
     assert _is_continued(resumed, whole, 5)
     assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(_mean_loss(whole, 5))
+
+
+def test_the_last_directory_of_a_run_stands_for_the_step_before_where_its_save_was_killed(
+    job: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As programs pass it that call `get_last_checkpoint`."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    whole = _train(job, tmp_path / "whole", _copied_in_save(job, tmp_path / "killed"))
+    last = get_last_checkpoint(str(tmp_path / "killed" / "run"))
+    assert Path(last).name == "checkpoint-10"
+    resumed = _train(job, tmp_path / "killed", resume=last)
+    assert _is_continued(resumed, whole, 5) and "checkpoint-10 is not whole" in caplog.text
+
+
+@pytest.mark.parametrize("given", [True, "checkpoint-5"])
+def test_without_a_whole_step_a_run_begins_anew(
+    job: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool | str
+) -> None:
+    whole = _train(job, tmp_path / "whole", _copied_in_save(job, tmp_path / "killed", SAVES[0]), resume=True)
+    assert "whole/run has no whole checkpoint" in caplog.text
+    run = tmp_path / "killed" / "run"
+    assert (run / "checkpoint-5").exists() and not tc.exists(run / "checkpoint-5")
+    resumed = _train(job, tmp_path / "killed", resume=given is True or str(run / given))
+    assert _is_continued(resumed, whole, 0) and "killed/run has no whole checkpoint" in caplog.text
+    assert tc.verify(run / "checkpoint-5").ok
+
+
+@pytest.mark.parametrize("given", ["other", "other/checkpoint-5", "run", "run/checkpoint-7"])
+def test_a_path_that_no_save_has_begun_here_is_an_error(job: Any, tmp_path: Path, given: str) -> None:
+    for name in ("other/checkpoint-5", "run"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+        _train(job, tmp_path, resume=str(tmp_path / given))
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["before", "within"])
@@ -143,19 +177,30 @@ def test_a_run_resumes_from_a_path_in_another_directory(job: Any, tmp_path: Path
     assert not (tmp_path / "other" / "run" / "checkpoint-5").exists()
 
 
-def test_a_damaged_step_is_passed_over(job: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [True, "checkpoint-15"])
+def test_a_damaged_step_is_passed_over(job: Any, tmp_path: Path, given: bool | str) -> None:
     whole = _train(job, tmp_path, steps=10)
     [shard] = (tmp_path / "run" / "checkpoint-10").glob("shard-*")
     shard.write_bytes(flip(shard.read_bytes(), shard.stat().st_size - 5))
     with pytest.raises(tc.CorruptError, match="checkpoint-10"):
         _train(job, tmp_path, steps=10, resume=str(shard.parent))
-    assert _is_continued(_train(job, tmp_path, steps=10, resume=True), whole, 5)
+    (tmp_path / "run" / "checkpoint-15").mkdir()  # of a save that was killed
+    resume = given is True or str(tmp_path / "run" / given)
+    assert _is_continued(_train(job, tmp_path, steps=10, resume=resume), whole, 5)
+
+
+def test_a_step_that_has_lost_its_index_is_passed_over_too(job: Any, tmp_path: Path) -> None:
+    """The Trainer itself would take its weights, without the optimizer."""
+    whole = _train(job, tmp_path, steps=10)
+    (step := tmp_path / "run" / "checkpoint-10").joinpath("index.json").unlink()
+    assert _is_continued(_train(job, tmp_path, steps=10, resume=str(step)), whole, 5)
 
 
 def test_a_checkpoint_of_the_trainer_itself_is_loaded_as_the_trainer_does(job: Any, tmp_path: Path) -> None:
     _train(job, tmp_path, job.RecordedOwn, steps=5)
     own = _train(job, tmp_path / "own", job.RecordedOwn, resume=str(tmp_path / "run" / "checkpoint-5"))
-    assert _train(job, tmp_path, resume=True).losses == own.losses
+    assert _train(job, tmp_path, _copied_in_save(job, tmp_path / "killed"), resume=True).losses == own.losses
+    assert _train(job, tmp_path / "killed", resume=True).losses == own.losses
 
 
 def test_a_step_opens_with_from_pretrained(job: Any, tmp_path: Path) -> None:

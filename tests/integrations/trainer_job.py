@@ -186,7 +186,8 @@ def main() -> None:
         use_scaler(trainer)
     if options.fsdp:
         use_fsdp2(trainer)
-    trainer.train(resume_from_checkpoint=any((options.directory / "run").glob("*/trainer_state.json")))
+    there = any((options.directory / "run").glob("*/trainer_state.json"))  # else the Trainer itself refuses True
+    trainer.train(resume_from_checkpoint=there if options.own else True)
     outcome = {
         "weights": {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in trainer.model.state_dict().items()},
         "losses": trainer.losses,

@@ -6,6 +6,7 @@ as its own documentation shows, else by `treeckpt.integrations`, in both cases b
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from functools import partial
@@ -78,8 +79,8 @@ def _transformers(task: FrameworkTask, clock: SaveClock) -> None:
 
 
 def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
-    import lightning.pytorch as lightning  # pyright: ignore[reportMissingImports]
-    from lightning.pytorch.plugins.environments import LightningEnvironment  # pyright: ignore[reportMissingImports]
+    lightning: Any = importlib.import_module("lightning.pytorch")
+    environments: Any = importlib.import_module("lightning.pytorch.plugins.environments")
 
     from ..integrations.lightning import TreeckptIO
 
@@ -107,7 +108,10 @@ def _lightning(task: FrameworkTask, clock: SaveClock) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         callbacks=[SaveEachStep()],
-        plugins=[LightningEnvironment(), *([] if task.side == "own" else [TreeckptIO()])],
+        plugins=[
+            environments.LightningEnvironment(),
+            *([] if task.side == "own" else [TreeckptIO()]),
+        ],
     ).fit(BenchModule(), torch.utils.data.DataLoader(data, batch_size=4))
 
 

@@ -61,8 +61,12 @@ class TreeckptIO(_fabric.plugins.TorchCheckpointIO):
         """Calls a function with the opened checkpoint, or the newest if its save was killed, and loads it as a dict."""
         manager, name = self._settle(path, os.path.realpath)
         began = os.path.lexists(path) and not tc.exists(manager.path(name))
+        if began and not manager.names():
+            found, run = "an unfinished save, and none that is whole beside it", Path(manager.path(name)).parent
+            hint = f"To begin the training anew, remove {path}. `treeckpt ls {run}` says what is there"
+            raise tc.CheckpointNotFound(manager.path(name), expected="a whole checkpoint", found=found, hint=hint)
         take, pickles = tc.Fallback(per_rank="take"), self.options.get("allow_pickle", False)
-        with manager.open(None if began and manager.names() else name) as opened:
+        with manager.open(None if began else name) as opened:
             assert opened is not None, "an error otherwise"
             if opened.step != name:
                 logging.getLogger("treeckpt").warning("%s was never finished; %s is loaded", path, opened.path)

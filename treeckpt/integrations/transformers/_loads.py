@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import treeckpt as tc
 
@@ -50,16 +52,33 @@ class LoadsSteps(_Base):
         return {"extra": {"adalora": adalora_ranks(self.model)}}
 
     def _open(self, given: Any) -> Any:
-        """Opens the checkpoint to resume, if it is one of treeckpt; returns its path, or else what is given."""
+        """Opens the checkpoint to resume, if it is one of treeckpt; returns its path, or None to begin anew.
+
+        Args:
+            given: True for the newest step of the run; or the path of a checkpoint. A step beside it stands for one
+                that is not whole.
+        """
         self._opened, manager, step = None, self._manager, None
-        if given and given is not True:
-            if not tc.exists(given):
+        if not given:
+            return given
+        run = home = Path(manager.path(0)).resolve().parent
+        if given is not True:
+            folder = Path(given).resolve()
+            if tc.exists(given):
+                step = tc.inspect(given).step
+            elif _is_own(folder) or not folder.is_dir() or _number(folder) is None:
                 return given
-            run, step = Path(given).resolve().parent, tc.inspect(given).step
-            manager = manager if Path(manager.path(0)).resolve().parent == run else self.make_manager(str(run))
-        if given:
-            self._opened = self._reading.enter_context(manager.open(step))
-        return given if self._opened is None else self._opened.path
+            run = folder.parent
+            manager = manager if run == home else self.make_manager(str(run))
+        self._opened = self._reading.enter_context(manager.open(step))
+        path = _newest_own(run) if self._opened is None else self._opened.path
+        if path is None and run != home:
+            return given
+        if path is None:
+            _log.warning("%s has no whole checkpoint: the training begins anew", run)
+        elif given is not True and step is None:
+            _log.warning("%s is not whole; %s is loaded", given, path)
+        return path
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._opened is None:  # the model is restored together with the optimizer
@@ -97,3 +116,20 @@ class LoadsSteps(_Base):
         extra = self._model_parts()["extra"] if is_peft(self.model) else False
         tc.training.restore(path, self.model, rng=False, extra=extra, strict=self._strict)
         return None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a directory is a checkpoint that the Trainer has written itself, to its end."""
+    return (folder / TRAINER_STATE_NAME).exists() and not any(folder.glob("shard-*.safetensors"))
+
+
+def _number(folder: Path) -> int | None:
+    """Returns the step in the name of a checkpoint's directory; None if it has another name."""
+    number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(number) if number != folder.name and number.isdecimal() else None
+
+
+def _newest_own(run: Path) -> str | None:
+    """Returns the path of the newest one below a directory."""
+    steps = {number: path for path in run.glob("*") if _is_own(path) and (number := _number(path)) is not None}
+    return str(steps[max(steps)]) if steps else None

@@ -44,8 +44,9 @@ class TreeckptMixin(LoadsSteps):
         """Trains as `transformers.Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True for the newest step of `output_dir` that loads; or the path of a checkpoint,
-                there or elsewhere. Those of a plain Trainer are loaded as it does.
+            resume_from_checkpoint: True for the newest step of `output_dir` that loads; without one the training begins
+                anew, with a warning. Or the path of a checkpoint, there or elsewhere; one whose save was killed stands
+                for the newest step beside it. Those of a plain Trainer are loaded as it does.
             trial, args, options: as there.
 
         Raises:
@@ -65,7 +66,8 @@ class TreeckptMixin(LoadsSteps):
                     try:
                         return super().train(path, trial, *args, **options)
                     except tc.CorruptError:
-                        if self._opened is None or resume_from_checkpoint is not True:
+                        named = resume_from_checkpoint is not True and tc.exists(resume_from_checkpoint)
+                        if self._opened is None or named:
                             raise
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
