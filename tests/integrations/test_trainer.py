@@ -137,8 +137,8 @@ def test_weights_that_a_killed_process_has_not_made_are_made_when_it_resumes(
             if made:
                 super()._write(source, destination)
             if source.name == "checkpoint-10":
-                # the next step may be being saved meanwhile
-                shutil.copytree(source.parent, run, ignore=shutil.ignore_patterns(".*.tmp"))
+                # the last step may be being saved meanwhile, or have been saved
+                shutil.copytree(source.parent, run, ignore=shutil.ignore_patterns(".*.tmp", "checkpoint-1[!0]"))
             if not made:
                 super()._write(source, destination)
 
