@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -49,7 +50,10 @@ HARDLY = 0.08
 TURN_SECONDS = 2.0
 """Seconds for which a batch waits for its turn, once a scan: a file system that hangs must not hold up other runs."""
 _turns = ThreadPoolExecutor(1, "treeckpt-watch")
-"""Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
+"""Lists local runs for their first scans, and inspects their batches, in turn: several at once delay requests."""
+
+
+T = TypeVar("T")
 
 
 class DirectoryState(msgspec.Struct, frozen=True, gc=False):
@@ -139,7 +143,7 @@ class RunWatcher:
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
             first = self._remote and not self.progress.complete
             running.enough.wait(running.started + (REMOTE_SOON if first else FIRST_WAIT_SECONDS) - time.monotonic())
-            if 2 * self.progress.seen < self.progress.total:
+            if 2 * self.progress.seen <= self.progress.total:
                 return
         running.done.wait(wait)
 
@@ -167,7 +171,19 @@ class RunWatcher:
             scan.done.set()
 
     def _scan_first(self, scan: _Scan) -> None:
-        names = self._update_names(dict.fromkeys(self._store.names()))
+        patience = TURN_SECONDS
+
+        def in_turn(work: Callable[[], T]) -> T:
+            nonlocal patience
+            if self._remote:
+                return work()
+            turn = _turns.submit(work)
+            if wait_for([turn], patience).not_done and turn.cancel():
+                patience = 0.0  # another run hangs: this scan no longer waits for turns
+                return work()
+            return turn.result()
+
+        names = in_turn(lambda: self._update_names(dict.fromkeys(self._store.names())))
         self.progress = ScanProgress(0, len(names), False)
 
         def look(folder: Store) -> None:
@@ -179,15 +195,8 @@ class RunWatcher:
                 scan.enough.set()
 
         if not self._remote:
-            patience = TURN_SECONDS
             for start in range(0, len(names), BATCH):
-                batch = partial(self._look_at_local, names[start : start + BATCH], look)
-                turn = _turns.submit(batch)
-                if wait_for([turn], patience).not_done and turn.cancel():
-                    patience = 0.0  # another run hangs: this scan no longer waits for turns
-                    batch()
-                else:
-                    turn.result()
+                in_turn(partial(self._look_at_local, names[start : start + BATCH], look))
         else:
             self._look_at_remote(names, look)
         self.progress = ScanProgress(len(names), len(names), True)
