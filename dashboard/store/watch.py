@@ -183,9 +183,6 @@ class RunWatcher:
                 return work()
             return turn.result()
 
-        names = in_turn(lambda: self._update_names(dict.fromkeys(self._store.names())))
-        self.progress = ScanProgress(0, len(names), False)
-
         def look(folder: Store) -> None:
             self._update(folder)
             with self._lock:
@@ -194,8 +191,16 @@ class RunWatcher:
             if seen == ENOUGH:
                 scan.enough.set()
 
+        def begin() -> list[str]:
+            names = self._update_names(dict.fromkeys(self._store.names()))
+            self.progress = ScanProgress(0, len(names), False)
+            if not self._remote:
+                self._look_at_local(names[:BATCH], look)  # in the same turn: each of many runs soon has its newest rows
+            return names
+
+        names = in_turn(begin)
         if not self._remote:
-            for start in range(0, len(names), BATCH):
+            for start in range(BATCH, len(names), BATCH):
                 in_turn(partial(self._look_at_local, names[start : start + BATCH], look))
         else:
             self._look_at_remote(names, look)
