@@ -153,13 +153,18 @@ def _id(*parts: str) -> str:
     return hashlib.blake2s(text, digest_size=6).hexdigest()
 
 
-def _run(given: str | Path | RunStore) -> Run:
+def _run(given: str | Path | RunStore, *, has_steps: bool = False) -> Run:
+    """Returns the run of a path, a URL or a store.
+
+    Args:
+        has_steps: whether steps were found in it: then its index alone makes it one checkpoint, and it is not listed.
+    """
     if not isinstance(given, (str, Path)) or "://" in str(given):
         store = open_run(given) if not isinstance(given, Path) else open_run(str(given))
         name = store.url.rstrip("/").rpartition("/")[2] or store.url
         return Run(_id(store.url), visible(name), Path(store.url), store, store.url)
     path = Path(given).absolute()
-    single = discovery.is_checkpoint(path) or is_foreign(path)
+    single = (path / INDEX_NAME).exists() if has_steps else discovery.is_checkpoint(path) or is_foreign(path)
     store = _SingleCheckpoint(path) if single else RunWithFiles(path)
     return Run(_id(str(path)), visible(path.name or str(path)), path, store, "", single)
 
@@ -215,6 +220,7 @@ class Library:
         self._reduced: dict[str, dict[str, ReducedTimings]] = defaultdict(dict)
         self._lists = defaultdict[str, LastResult[list[CheckpointInfo], Listed]](LastResult)
         self._runs: tuple[Run, ...] = ()
+        self._ids: frozenset[str] = frozenset()
         self._look_for_runs([run for run, _ in self._given if not run.store.traits.far])
         self._directories: dict[str, tuple[Run, str]] = {}
         self._verified = -1
@@ -249,25 +255,27 @@ class Library:
             if run.id not in folders or (watch and any(info.files != "foreign" for info in watch.infos)):
                 continue
             try:
-                inside = discovery.runs_in(open_run(run.url or str(run.path)), self._indexes)
+                inside = discovery.run_places(open_run(run.url or str(run.path)), self._indexes)
             except (OSError, TreeckptError):  # the page of the run says why; what was found before stays
                 continue
-            known = {one.id: one for one in self._inside.get(run.id, ())}
-            self._inside[run.id] = [known.get(one.id, one) for one in map(_run, sorted(inside))]
+            known = {one.store.url: one for one in self._inside.get(run.id, ())}
+            self._inside[run.id] = [known.get(place) or _run(place, has_steps=True) for place in sorted(inside)]
         runs = [one for run, _ in self._given for one in self._inside.get(run.id) or [run]]
+        self._ids = frozenset(run.id for run in runs)
         for run in runs:
             self.watch(run)
-        self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
         for kept in (self.watches, self._reduced, self._lists):
-            for run_id in kept.keys() - {run.id for run in runs}:
-                kept.pop(run_id, None)  # the run is gone; a request that goes on with it makes another for itself
+            for run_id in kept.keys() - self._ids:
+                kept.pop(run_id, None)  # the run is gone
+        self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
 
     def watch(self, run: Run) -> RunWatcher:
         """Returns what keeps the list of a run up to date."""
         if (found := self.watches.get(run.id)) is None:
             inspect = partial(self.inspect_directory, run)
             made = RunWatcher(run.store, inspect, clock=self._clock, on_scanned=self.cache.flush)
-            found = self.watches.setdefault(run.id, made)
+            # a request that goes on with a run that is gone has one for itself
+            found = self.watches.setdefault(run.id, made) if run.id in self._ids else made
         return found
 
     def inspect_directory(self, run: Run, folder: Store) -> DirectoryState:

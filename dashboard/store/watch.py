@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -49,7 +50,10 @@ HARDLY = 0.08
 TURN_SECONDS = 2.0
 """Seconds for which a batch waits for its turn, once a scan: a file system that hangs must not hold up other runs."""
 _turns = ThreadPoolExecutor(1, "treeckpt-watch")
-"""Inspects the batches of all first scans of local runs in turn: several at once take as long, and delay requests."""
+"""Lists local runs for their first scans, and inspects their batches, in turn: several at once delay requests."""
+
+
+T = TypeVar("T")
 
 
 class DirectoryState(msgspec.Struct, frozen=True, gc=False):
@@ -139,7 +143,7 @@ class RunWatcher:
             wait = 0.0 if self._slow or running.enough.is_set() else HARDLY
             first = self._remote and not self.progress.complete
             running.enough.wait(running.started + (REMOTE_SOON if first else FIRST_WAIT_SECONDS) - time.monotonic())
-            if 2 * self.progress.seen < self.progress.total:
+            if 2 * self.progress.seen <= self.progress.total:
                 return
         running.done.wait(wait)
 
@@ -167,8 +171,17 @@ class RunWatcher:
             scan.done.set()
 
     def _scan_first(self, scan: _Scan) -> None:
-        names = self._update_names(dict.fromkeys(self._store.names()))
-        self.progress = ScanProgress(0, len(names), False)
+        patience = TURN_SECONDS
+
+        def in_turn(work: Callable[[], T]) -> T:
+            nonlocal patience
+            if self._remote:
+                return work()
+            turn = _turns.submit(work)
+            if wait_for([turn], patience).not_done and turn.cancel():
+                patience = 0.0  # another run hangs: this scan no longer waits for turns
+                return work()
+            return turn.result()
 
         def look(folder: Store) -> None:
             self._update(folder)
@@ -178,16 +191,17 @@ class RunWatcher:
             if seen == ENOUGH:
                 scan.enough.set()
 
+        def begin() -> list[str]:
+            names = self._update_names(dict.fromkeys(self._store.names()))
+            self.progress = ScanProgress(0, len(names), False)
+            if not self._remote:
+                self._look_at_local(names[:BATCH], look)  # in the same turn: each of many runs soon has its newest rows
+            return names
+
+        names = in_turn(begin)
         if not self._remote:
-            patience = TURN_SECONDS
-            for start in range(0, len(names), BATCH):
-                batch = partial(self._look_at_local, names[start : start + BATCH], look)
-                turn = _turns.submit(batch)
-                if wait_for([turn], patience).not_done and turn.cancel():
-                    patience = 0.0  # another run hangs: this scan no longer waits for turns
-                    batch()
-                else:
-                    turn.result()
+            for start in range(BATCH, len(names), BATCH):
+                in_turn(partial(self._look_at_local, names[start : start + BATCH], look))
         else:
             self._look_at_remote(names, look)
         self.progress = ScanProgress(len(names), len(names), True)

@@ -20,7 +20,7 @@ from .catalog import (
     read_infos,
     regular_files,
 )
-from .step_names import has_steps, step_names
+from .step_names import has_steps, is_run, step_names
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -89,8 +89,8 @@ def runs_below(run: RunStore) -> list[str]:
     return [folder.place for folder in run.folders() if has_steps(folder)]
 
 
-def runs_in(folder: RunStore, cache: StatCache | None = None) -> dict[str, int]:
-    """Returns the paths of the runs in a directory that has no steps itself, and how many steps each has.
+def run_places(folder: RunStore, cache: StatCache | None = None) -> list[str]:
+    """Returns the paths of the runs in a directory that has no steps itself.
 
     Links are not followed.
 
@@ -101,8 +101,12 @@ def runs_in(folder: RunStore, cache: StatCache | None = None) -> dict[str, int]:
         StoreError: it, or one of them, could not be read.
     """
     cache = cache or LruStatCache(0)
-    if step_names(folder, cache):
-        return {}
+    if is_run(folder, cache):
+        return []
     inside = [one for one in map(folder.folder, folder.names()) if one.traits.follow_links or not one.is_link]
-    counts = {one.place: len(step_names(open_run(one.place), cache)) for one in inside}
-    return {place: steps for place, steps in counts.items() if steps}
+    return [one.place for one in inside if is_run(open_run(one.place), cache)]
+
+
+def runs_in(folder: RunStore, cache: StatCache | None = None) -> dict[str, int]:
+    """Returns the same with the number of steps of each."""
+    return {place: len(step_names(open_run(place), cache)) for place in run_places(folder, cache)}

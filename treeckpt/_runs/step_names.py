@@ -74,6 +74,15 @@ def step_names(run: RunStore, cache: StatCache | None = None) -> list[str]:
     return [name for name in names if step_of(name, patterns) is not None]
 
 
+def is_run(run: RunStore, cache: StatCache | None = None) -> bool:
+    """Whether a run has directories of steps.
+
+    Raises:
+        StoreError: it could not be read.
+    """
+    return run.has_directory(is_step_name) or bool(step_names(run, cache))
+
+
 def has_steps(folder: Store) -> bool:
     """Whether directories named as steps are below a directory; False where that could not be read."""
     with contextlib.suppress(TreeckptError):

@@ -51,6 +51,17 @@ def test_all_that_is_known_of_a_run_goes_with_it(tmp_path):
     assert client.get(f"/api/v1/runs/{runs['goes']}").status_code == 404
 
 
+def test_a_request_that_goes_on_with_a_run_that_is_gone_keeps_nothing(tmp_path):
+    for name in ("goes", "stays"):
+        write_many(tmp_path / "runs" / name, 1)
+    library = Library([tmp_path / "runs"], cache=Cache(tmp_path / "cache"))
+    goes, stays = library.runs
+    shutil.rmtree(tmp_path / "runs" / "goes")
+    library._look_for_runs([run for run, _ in library._given])
+    assert library.checkpoints(goes, wait=300) == [] and len(library.checkpoints(stays, wait=300)) == 1
+    assert list(library.watches) == [stays.id]
+
+
 def test_ids_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
     """Those that are there are found by their ids all the time."""
     run = write_many(tmp_path / "run", 1200)

@@ -202,3 +202,41 @@ def test_a_page_does_not_wait_for_the_rest_of_a_large_run(tmp_path, monkeypatch)
     watch.refresh()
     assert len(watch.infos) >= 100 and not watch.progress.complete
     gate.set()
+
+
+def test_the_start_reads_few_names_of_the_runs_in_a_folder(tmp_path, monkeypatch):
+    """A folder of a hundred runs of ten thousand steps has a million directories."""
+    import os
+
+    for name in ("a", "b", "c"):
+        for step in range(400):
+            (tmp_path / "runs" / name / f"step_{step:08d}").mkdir(parents=True)
+    (tmp_path / "runs" / "d").mkdir()
+    read, scandir = [], os.scandir
+
+    class Counted:
+        def __init__(self, path):
+            self._entries = scandir(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._entries.close()
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            entry = next(self._entries)
+            read.append(entry.name)
+            return entry
+
+        close = __exit__
+
+    monkeypatch.setattr(os, "scandir", Counted)
+    library = Library([tmp_path / "runs"])
+    assert [run.name for run in library.runs] == ["a", "b", "c"] and not any(run.single for run in library.runs)
+    assert len(read) < 100
+    library._look_for_runs([run for run, _ in library._given])
+    assert len(read) < 200 and len(library.runs) == 3

@@ -385,6 +385,15 @@ class LocalRun(RunStore):
     def names(self) -> list[str]:
         return self._names(lambda entry: not entry.name.startswith(".") and entry.is_dir())
 
+    def has_directory(self, chosen: Callable[[str], bool]) -> bool:
+        try:
+            with os.scandir(self.path) as entries:
+                return any(chosen(entry.name) and entry.is_dir() for entry in entries)
+        except OSError as error:
+            if not shows_damage(error):
+                raise wrap_read_error(error, self.url) from error
+            return False
+
     def holds(self, name: str) -> bool:
         return (self.path / name).is_file()
 

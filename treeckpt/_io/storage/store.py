@@ -508,6 +508,10 @@ class RunStore(ABC):
     def names(self) -> list[str]:
         """Returns the names of its directories, links to directories included, hidden ones excluded."""
 
+    def has_directory(self, chosen: Callable[[str], bool]) -> bool:
+        """Whether a directory has a name that is chosen; a local run is listed to the first one only."""
+        return any(map(chosen, self.names()))
+
     @abstractmethod
     def folder(self, name: str) -> Store:
         """Returns the store of the directory of that name, whether or not it exists."""
