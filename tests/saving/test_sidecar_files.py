@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,48 @@ def test_a_save_that_was_stopped_until_its_checkpoint_was_deleted_leaves_no_copy
     (tmp_path / "of others").touch()
     tc.save(Stopped(tmp_path), TREE, files={"config.json": b"[]"}, overwrite=True)
     assert [one.name for one in tmp_path.iterdir() if parse_file_name(one.name) is None] == ["of others"]
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["its files are there", "its files are gone"])
+def test_a_copy_that_a_replaced_save_still_writes_gives_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: bool
+) -> None:
+    saves: list[threading.Thread] = []
+    met, written, tried = threading.Event(), threading.Event(), threading.Event()
+
+    class Replaced(LocalStore):
+        """Another save replaces the checkpoint before its files get their plain names."""
+
+        def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+            if saves:
+                return super().publish_copy(name, data, of=of)
+            options = {"files": {"config.json": b"[2]"}, "overwrite": True}
+            saves.append(threading.Thread(target=tc.save, args=(Replacing(tmp_path), TREE), kwargs=options))
+            saves[0].start()
+            assert met.wait(60)
+            super().publish_copy(name, data, of=of)
+            if gone:
+                self.delete(of)
+            written.set()
+            assert tried.wait(60)
+            return None
+
+    class Replacing(LocalStore):
+        """Writes its copy once the replaced save has written its own."""
+
+        def publish_copy(self, name: str, data: bytes, *, of: str) -> None:
+            met.set()
+            assert written.wait(60)
+            try:
+                super().publish_copy(name, data, of=of)
+            finally:
+                tried.set()
+
+    tc.save(tmp_path, TREE, files={"config.json": b"{}"})
+    tc.save(Replaced(tmp_path), TREE, files={"config.json": b"[1]"}, overwrite=True)
+    saves[0].join(60)
+    assert tc.read_file(tmp_path, "config.json") == (tmp_path / "config.json").read_bytes() == b"[2]"
+    assert not caplog.text and len(list(tmp_path.glob("*config.json"))) == 2
 
 
 @pytest.mark.parametrize("before", [{}, {"config.json": b"{}"}])

@@ -15,6 +15,7 @@ path at the same time each makes its copies after its commit, unless another one
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
 
 from ..._core.format.files import MAX_SIDECAR_NBYTES, checksum, parse_stored_name
@@ -23,6 +24,8 @@ from .checkpoint import LruStatCache, read_index
 from .store import DirectoryEntry, Store, for_each
 
 _log = logging.getLogger("treeckpt")
+NAME_WAITS = (0.01, 0.05, 0.2, 0.5)
+"""Seconds between the tries to write a copy whose name another save has."""
 _read = LruStatCache(16384)
 """The checksums of files that were read for a report: a clean-up of a run looks at all its steps."""
 
@@ -151,8 +154,8 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
                 store.close()
             if plain in replaced:
                 store.delete(plain)
-            store.publish_copy(plain, bytes(data), of=name)
-            given.append(name)
+            if _publish_copy(store, plain, bytes(data), name, committed):
+                given.append(name)
 
         def try_to_give(name: str) -> Exception | None:
             try:
@@ -163,15 +166,42 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
 
         errors = for_each(store, try_to_give, list(stored))
         there = store.entries() if given else {}
-        for name in given:
-            if name not in there:  # this process was stopped for minutes, and the checkpoint deleted
-                store.delete(stored[name])
+        # the checkpoint was replaced or deleted meanwhile; the save that has replaced it may have met these copies
+        if late := [stored[name] for name in given if name not in there]:
+            for_each(store, store.delete, late)
+            give_plain_names(store)
     except CheckpointNotFound:
         return
     except (OSError, TreeckptError) as error:
         errors = [error]
     for error in filter(None, errors):
         _log.warning("%s: a sidecar file lacks its plain name; read it with treeckpt.read_file: %s", store.url, error)
+
+
+def _publish_copy(store: Store, plain: str, data: bytes, stored: str, save_id: str) -> bool:
+    """Publishes the copy of a sidecar file; returns whether it was written: not where it is there, or no longer wanted.
+
+    A save that was replaced may have written its copy meanwhile: it is deleted here, or by that save, which then sees
+    that its files are gone.
+
+    Raises:
+        CheckpointExists: another file keeps the name.
+    """
+    for seconds in (*NAME_WAITS, None):
+        try:
+            store.publish_copy(plain, data, of=stored)
+            return True
+        except CheckpointExists:
+            entries = store.entries()
+            if read_index(store).save_id != save_id or is_copy(store, entries, stored, plain):
+                return False
+            if seconds is None:
+                raise
+            if plain in copies_of(store, entries, stored_files(entries, without=save_id)):
+                store.delete(plain)
+            else:
+                time.sleep(seconds)
+    return False
 
 
 def take_plain_names(store: Store, names: Collection[str], save_id: str) -> bool:
