@@ -113,8 +113,9 @@ def _verify(options: argparse.Namespace) -> int:
     if report.leftovers:
         nbytes = sum(one.nbytes for one in report.leftovers)
         files = count_text(len(report.leftovers), "file")
-        text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead"
-        print_line(f"  left over: {text}" + f", and so does treeckpt gc {path}" * (not report.problems), "yellow")
+        also = "" if report.problems else f", and so does treeckpt gc {path}"
+        text = f"{files} of {bytes_text(nbytes)}: the next save there removes what is dead{also}"
+        print_line(f"  left over: {text}", "yellow")
     if report.problems and not options.repair:
         info = catalog.read_info(path, follow=True, or_unread=True)
         known = VerificationStore(cache_directory())

@@ -21,7 +21,7 @@ fill value, and refused otherwise, because its old rows are not those of the new
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,6 @@ from ..rules._view import ComposedLeaf
 from .plan import LeafPlaceholder, page_offset
 from .wanted_rows import (
     Join,
-    Patch,
     Rows,
     all_rows,
     find_chosen,
@@ -261,10 +260,14 @@ def _united_slot(job: Load, column: TableColumn, path: str, leaf: Leaf | None, g
 def _given_ids(job: Load, wanted: ArraySpec, chosen: np.ndarray, path: str) -> LeafPlaceholder:
     """Returns new ids, the chosen ones."""
     target = job.new(msgspec.structs.replace(wanted, shape=chosen.shape), path)
-    for piece in target.pieces if len(chosen) else ():
-        piece.data.write((slice(0, len(chosen)),), chosen.view(raw_dtype(8)))
+    _put_ids(target, chosen)
     job.loaded += 1
     return LeafPlaceholder(target.leaf)
+
+
+def _put_ids(target: ArrayTarget, ids: np.ndarray) -> None:
+    for piece in target.pieces if len(ids) else ():
+        piece.data.write((slice(0, len(ids)),), ids.view(raw_dtype(8)))
 
 
 def _refuse_missing(job: Load, joined: Join, path: str) -> None:
@@ -396,12 +399,12 @@ def _with_rows(wanted: ArraySpec, leaf: Leaf) -> ArraySpec:
 
 def _patched(job: Load, leaf: Leaf, rows: Rows, whole: ArraySpec, path: str) -> LeafPlaceholder:
     """Adds a column of a table with deltas: the range of whole rows is read in place, and then the others over it."""
-    assert rows.patch is not None, "the table has deltas"
-    row = whole.shape[1:]
+    patch, row = rows.patch, whole.shape[1:]
+    assert patch is not None, "the table has deltas"
     spec = msgspec.structs.replace(whole, shape=(rows.count, *row))
     if leaf.number in job.index.tables:
         own = job.new(spec, path)
-        job.batch.after.append(partial(_put_ids, own, rows.patch))
+        job.batch.after.append(lambda: _put_ids(own, patch().ids))
     else:
         job.check(path, leaf, whole)
         job.claims.take(path, leaf)
@@ -416,13 +419,6 @@ def _patched(job: Load, leaf: Leaf, rows: Rows, whole: ArraySpec, path: str) -> 
         job.batch.after.append(partial(_put_others, job, leaf, target, rows, path, in_place=in_place))
     job.loaded += 1
     return LeafPlaceholder(own.leaf)
-
-
-def _put_ids(target: ArrayTarget, patch: Callable[[], Patch]) -> None:
-    """Writes the ids of a table with deltas."""
-    ids = patch().ids
-    for piece in target.pieces if len(ids) else ():
-        piece.data.write((slice(0, len(ids)),), ids.view(raw_dtype(8)))
 
 
 def _put_others(job: Load, leaf: Leaf, target: ArrayTarget, rows: Rows, path: str, *, in_place: bool) -> None:

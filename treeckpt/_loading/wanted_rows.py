@@ -1,7 +1,7 @@
 """Which rows of a saved table are wanted, and reads of some of its rows.
 
 Of a table that was saved as deltas, see `format.table_deltas`, a row counts unless a later delta has its id, or deletes
-it. The ids of the deltas are sorted, and found among the whole rows inside of their buckets.
+it. The ids of the deltas are found among the whole rows inside of their buckets.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def find_chosen(job: Load, ids: Leaf, path: str, chosen: np.ndarray) -> Join:
                 _, gone = read(part.deleted, part.deleted_offsets, 0, _count(part.deleted))
                 events.append((np.full(len(gone), NO_ROW), gone))
             events.append(read(ids, part.offsets, part.start, part.stop))
-        theirs, rows = _last_of_each(*zip(*events, strict=True))
+        theirs, rows = _last_of_each(*map(np.concatenate, zip(*events, strict=True)))
         theirs, rows = theirs[rows >= 0], rows[rows >= 0]
         turn = np.argsort(rows)
         theirs, rows = theirs[turn], rows[turn]
@@ -359,7 +359,7 @@ def _rows_of_parts(
             place, there = search_ids(of_whole, ends, every, saved, between[0])
         else:
             place, there = find_ids(of_whole, every)
-        return _patch(of_whole, start, _last_changes(len(of_whole), numbers, others, place, there))
+        return _patch(of_whole, start, _last_changes(len(of_whole), numbers, every, place, there))
 
     if saved == spec and owned == (0, saved.buckets):
         assert isinstance(job.index, JoinedIndex), "it has parts"
@@ -394,14 +394,14 @@ class _LastChanges(msgspec.Struct, frozen=True):
 
 
 def _last_changes(
-    count: int, numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray], place: np.ndarray, there: np.ndarray
+    count: int, numbers: Sequence[np.ndarray], ids: np.ndarray, place: np.ndarray, there: np.ndarray
 ) -> _LastChanges:
     """Returns the last change of each id.
 
     Args:
         count: the number of whole rows.
-        numbers, ids: of each delta in turn, the ids that it changes, each once, and their rows or `NO_ROW`.
-        place: where each of all ids is among the whole rows, if it is `there`.
+        numbers: of each delta in turn, the rows of the ids that it changes, each once, or `NO_ROW`.
+        ids: of all deltas; and the place of each among the whole rows, if it is `there`.
     """
     every = np.concatenate(numbers)
     last = np.full(count, NO_ROW, np.int32 if len(every) < 1 << 31 else np.int64)  # of `every`, for each whole row
@@ -411,7 +411,7 @@ def _last_changes(
         found = np.flatnonzero(there[start:stop]) + start
         last[place[found]] = found
     places = np.flatnonzero(last >= 0)
-    new_ids, new_rows = _last_of_each([every[~there]], [np.concatenate(ids)[~there]])
+    new_ids, new_rows = _last_of_each(every[~there], ids[~there])
     stays = new_rows >= 0
     return _LastChanges(places, every[last[places]], new_ids[stays], new_rows[stays])
 
@@ -471,10 +471,10 @@ def _is_known(saved: TableSpec) -> bool:
     return True
 
 
-def _last_of_each(numbers: Sequence[np.ndarray], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _last_of_each(numbers: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns each id once, rising, and the last number that it has."""
-    found, first = np.unique(np.concatenate(ids)[::-1], return_index=True)
-    return found, np.concatenate(numbers)[::-1][first]
+    found, first = np.unique(ids[::-1], return_index=True)
+    return found, numbers[::-1][first]
 
 
 def search_ids(

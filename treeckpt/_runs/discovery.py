@@ -108,5 +108,5 @@ def run_places(folder: RunStore, cache: StatCache | None = None) -> list[str]:
 
 
 def runs_in(folder: RunStore, cache: StatCache | None = None) -> dict[str, int]:
-    """Returns the same with the number of steps of each."""
+    """Returns the paths of the runs in such a directory, and how many steps each has; takes and raises the same."""
     return {place: len(step_names(open_run(place), cache)) for place in run_places(folder, cache)}

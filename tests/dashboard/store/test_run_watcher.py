@@ -1,5 +1,6 @@
 """The list of a run is kept up to date: what is inspected again, and what requests wait for."""
 
+import threading
 from concurrent import futures
 
 import numpy as np
@@ -58,20 +59,25 @@ def test_a_small_run_is_looked_at_again_within_half_a_second(tmp_path):
     assert [info.name for info in watch.infos if info.saving] == ["step_00000007"]
 
 
-def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeypatch):
-    import threading
-
-    write_many(tmp_path / "run", 30)
-    library, gate, seen = Library([tmp_path / "run"]), threading.Event(), []
+def standing_still(path, after):
+    """Returns a library whose scan of a run waits after so many directories, what lets it go on, and what it saw."""
+    library, gate, seen = Library([path]), threading.Event(), []
     run = library.runs[0]
 
     def look(folder):
         seen.append(folder.name)
-        if len(seen) > 10:
+        if len(seen) > after:
             gate.wait(300)
         return library.inspect_directory(run, folder)
 
     library.watches[run.id] = RunWatcher(run.store, look)
+    return library, gate, seen
+
+
+def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeypatch):
+    write_many(tmp_path / "run", 30)
+    library, gate, seen = standing_still(tmp_path / "run", after=10)
+    run = library.runs[0]
     with monkeypatch.context() as patch:
         patch.setattr("treeckpt_dashboard.store.watch.FIRST_WAIT_SECONDS", 0.3)
         runs_page(library)
@@ -85,8 +91,6 @@ def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeyp
 
 
 def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
-    import threading
-
     for step in range(1, 141):
         (tmp_path / f"step_{step:08d}").mkdir()
     library, gate, seen = Library([tmp_path]), threading.Event(), []
@@ -108,8 +112,6 @@ def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
 
 
 def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, monkeypatch):
-    import threading
-
     waits = []
 
     def counted(turns, seconds):
@@ -184,21 +186,11 @@ def test_a_list_never_calls_a_checkpoint_corrupt_that_is_replaced_while_it_is_lo
 
 def test_a_page_does_not_wait_for_the_rest_of_a_large_run(tmp_path, monkeypatch):
     """A page is full; a scan before its half is not about to end."""
-    import threading
-
     write_many(tmp_path / "run", 203)
-    library, gate, seen = Library([tmp_path / "run"]), threading.Event(), []
-    run = library.runs[0]
-
-    def look(folder):
-        seen.append(folder.name)
-        if len(seen) > 101:
-            gate.wait()
-        return library.inspect_directory(run, folder)
-
+    library, gate, _ = standing_still(tmp_path / "run", after=101)
     monkeypatch.setattr("treeckpt_dashboard.store.watch.HARDLY", 3600)
     monkeypatch.setattr("treeckpt_dashboard.store.watch.FIRST_WAIT_SECONDS", 3600)
-    watch = library.watches[run.id] = RunWatcher(run.store, look)
+    watch = library.watches[library.runs[0].id]
     watch.refresh()
     assert len(watch.infos) >= 100 and not watch.progress.complete
     gate.set()

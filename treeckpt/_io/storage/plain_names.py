@@ -187,7 +187,8 @@ def _publish_copy(store: Store, plain: str, data: bytes, stored: str, save_id: s
     Raises:
         CheckpointExists: another file keeps the name.
     """
-    for seconds in (*NAME_WAITS, None):
+    waits = iter(NAME_WAITS)
+    while True:
         try:
             store.publish_copy(plain, data, of=stored)
             return True
@@ -195,13 +196,12 @@ def _publish_copy(store: Store, plain: str, data: bytes, stored: str, save_id: s
             entries = store.entries()
             if read_index(store).save_id != save_id or is_copy(store, entries, stored, plain):
                 return False
-            if seconds is None:
+            if (seconds := next(waits, None)) is None:
                 raise
             if plain in copies_of(store, entries, stored_files(entries, without=save_id)):
                 store.delete(plain)
             else:
                 time.sleep(seconds)
-    return False
 
 
 def take_plain_names(store: Store, names: Collection[str], save_id: str) -> bool:
