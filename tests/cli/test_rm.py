@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import treeckpt as tc
-from tests.helpers.s3 import S3
+from tests.helpers.s3 import S3, wait_for_late_requests
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
 from treeckpt._runs.run import RunDirectory
@@ -135,6 +135,7 @@ def test_steps_in_a_bucket_go(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     tc.ObjectStore(f"{url}/{step_name(2)}").publish("index.json", b"{broken", replace=True)
     tc.ObjectStore(f"{url}/{step_name(3)}").delete("index.json")
     assert main(["rm", url, "2", "3", "--yes"]) == 0
+    wait_for_late_requests()
     assert tc.ObjectRun(url).names() == [step_name(1)]
 
 

@@ -21,7 +21,7 @@ import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.crash.saver import NBYTES, tree_of
 from tests.helpers.background import until
-from tests.helpers.s3 import S3
+from tests.helpers.s3 import S3, wait_for_late_requests
 from tests.helpers.world import assert_equal
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import (
@@ -100,6 +100,7 @@ def savers() -> Iterator[Savers]:
 
 
 def names_at(path: object) -> set[str]:
+    wait_for_late_requests()
     return set(open_store(str(path)).sizes())
 
 

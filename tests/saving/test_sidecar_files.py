@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.helpers.s3 import S3
+from tests.helpers.s3 import S3, wait_for_late_requests
 from tests.helpers.world import Faulty, Switch, errors_of, on_ranks, small_tree
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import MAX_SIDECAR_NBYTES, MAX_SIDECARS, parse_file_name, stored_name
 from treeckpt._io.comm.comm import Comm
+from treeckpt._io.storage.deletions import delete_files
 from treeckpt._io.storage.local_store import LocalStore
 from treeckpt._io.storage.open import open_store
+from treeckpt._io.storage.plain_names import give_plain_names
+from treeckpt._io.storage.store import DirectoryEntry
 
 TREE = {"w": np.arange(1000.0)}
 
@@ -73,6 +76,7 @@ def test_other_programs_open_them_under_their_plain_names(path: str) -> None:
     assert plain() == {}
     tc.save(path, TREE, files={"config.json": b"{}"}, overwrite=True)
     tc.delete(path)
+    wait_for_late_requests()
     assert not store.sizes()
 
 
@@ -131,6 +135,46 @@ def test_a_copy_that_a_replaced_save_still_writes_gives_way(
     saves[0].join(60)
     assert tc.read_file(tmp_path, "config.json") == (tmp_path / "config.json").read_bytes() == b"[2]"
     assert not caplog.text and len(list(tmp_path.glob("*config.json"))) == 2
+
+
+def test_a_copy_that_a_clean_up_deletes_at_the_look_is_no_file_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Looked(LocalStore):
+        """The copy of the save that was replaced comes before the look at the directory, and goes right behind it."""
+
+        def entries(self) -> dict[str, DirectoryEntry]:
+            if late := (tmp_path / replaced).exists() and tc.inspect(tmp_path).save_id not in replaced:
+                (tmp_path / "config.json").write_bytes(b"[1]")
+            found = super().entries()
+            if late:
+                for name in ("config.json", replaced):
+                    (tmp_path / name).unlink()
+            return found
+
+    tc.save(tmp_path, TREE, files={"config.json": b"[1]"})
+    replaced = next(tmp_path.glob("file.*")).name
+    tc.save(Looked(tmp_path), TREE, files={"config.json": b"[2]"}, overwrite=True)
+    assert (tmp_path / "config.json").read_bytes() == b"[2]" and not caplog.text
+    assert len(list(tmp_path.glob("*config.json"))) == 2
+
+
+def test_a_clean_up_that_meets_the_copy_of_the_save_behind_it_makes_it_again(tmp_path: Path) -> None:
+    class Late(LocalStore):
+        """Deletes a copy that it has looked at once the save behind has put its own in its place."""
+
+        def delete(self, name: str, **options: Any) -> None:
+            if name == "config.json":
+                give_plain_names(LocalStore(tmp_path))
+                assert (tmp_path / name).read_bytes() == b"[2]"
+            super().delete(name, **options)
+
+    tc.save(tmp_path, TREE, files={"config.json": b"[2]"})
+    replaced = stored_name("0" * 16, "config.json")
+    for name in (replaced, "config.json"):
+        (tmp_path / name).write_bytes(b"[1]")
+    delete_files(Late(tmp_path), [replaced])
+    assert (tmp_path / "config.json").read_bytes() == b"[2]" and not (tmp_path / replaced).exists()
 
 
 @pytest.mark.parametrize("before", [{}, {"config.json": b"{}"}])

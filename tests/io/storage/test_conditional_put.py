@@ -11,7 +11,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3
-from tests.helpers.s3 import ONCE, array
+from tests.helpers.s3 import ONCE, array, wait_for_late_requests
 from treeckpt._io.storage import object_store
 
 _buckets = itertools.count()
@@ -24,6 +24,7 @@ def url() -> str:
 
 
 def files(store: tc.ObjectStore) -> list[str]:
+    wait_for_late_requests()
     return [name for name in store.sizes() if not name.startswith("timings")]
 
 

@@ -17,7 +17,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers import other_stores
 from tests.helpers.elsewhere import elsewhere
-from tests.helpers.s3 import array, same
+from tests.helpers.s3 import array, same, wait_for_late_requests
 from treeckpt._runs import discovery
 from treeckpt._saving import shard_writer
 
@@ -52,6 +52,7 @@ def test_a_path_that_is_taken_is_overwritten_only_when_told(place: Place) -> Non
     with pytest.raises(tc.CheckpointExists):
         tc.save(store, {"n": 2})
     tc.save(store, {"n": 3}, overwrite=True)
+    wait_for_late_requests()
     assert tc.load(store) == {"n": 3} and len(store.sizes()) == 3, "index, shard and timings"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import session
-from tests.helpers.s3 import PAGE, QUICK, S3, array, same
+from tests.helpers.s3 import PAGE, QUICK, S3, array, same, wait_for_late_requests
 from tests.helpers.world import assert_equal, small_tree, whole_tree
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import step_name
@@ -78,6 +78,7 @@ def test_a_manager_saves_keeps_pins_restores_and_cleans_up(far_run: str) -> None
         assert removal.name == step_name(1)
     assert tc.ObjectRun(far_run).names() == [step_name(3), step_name(4)]
     store = tc.ObjectStore(f"{far_run}/{step_name(4)}")
+    wait_for_late_requests()
     kinds = sorted(name.partition(".")[0].partition("-")[0] for name in store.sizes())
     assert kinds == ["ended", "index", "shard", "timings"], "what was replaced is gone"
     tc.rebuild_index(f"{far_run}/{step_name(4)}", replace=True)

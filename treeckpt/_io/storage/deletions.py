@@ -546,7 +546,8 @@ def spared(folder: Store, names: Iterable[str]) -> list[str]:
 def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], int] = proof_order) -> None:
     """Deletes files; those that prove that the save of others has ended once all others are gone.
 
-    Copies of sidecar files under their plain names go first, see `plain_names`.
+    Copies of sidecar files under their plain names go first, and those of the checkpoint that is there are made again,
+    see `plain_names`.
 
     Args:
         order: files with a higher number are deleted after all with a lower one, if these are gone.
@@ -570,6 +571,8 @@ def delete_files(store: Store, names: Iterable[str], *, order: Callable[[str], i
     for number in sorted(groups):
         if error := next(filter(None, for_each(store, delete, groups[number])), None):
             raise error
+    if groups.get(-2):
+        give_plain_names(store)
 
 
 def restore_index(store: Store) -> bool:

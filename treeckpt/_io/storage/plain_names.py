@@ -9,7 +9,8 @@ No copy is beside the index of another save. In a directory without an index cop
 a checkpoint is replaced, the old ones are deleted before the new index is published (`take_plain_names`), and the new
 ones come after it, as they do on the other disks of a node-local save. A save that is killed in between leaves a
 checkpoint without its copies, which a clean-up makes again (`deletions.restore_plain_names`). Of several saves to one
-path at the same time each makes its copies after its commit, unless another one has replaced its checkpoint.
+path at the same time each makes its copies after its commit, unless another one has replaced its checkpoint. A copy is
+deleted by its name, so whoever deletes one behind a commit may hit that of the save behind, and makes it again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .store import DirectoryEntry, Store, for_each
 
 _log = logging.getLogger("treeckpt")
 NAME_WAITS = (0.01, 0.05, 0.2, 0.5)
-"""Seconds between the tries to write a copy whose name another save has."""
+"""Seconds between the looks at a plain name that another file has, which may be a copy that another save deletes."""
 _read = LruStatCache(16384)
 """The checksums of files that were read for a report: a clean-up of a run looks at all its steps."""
 
@@ -107,22 +108,28 @@ def free_names(store: Store, entries: Mapping[str, DirectoryEntry], contents: Ma
     Raises:
         CheckpointExists: something else has one of these names.
     """
-    copies = copies_of(store, entries, [name for name, plain in stored_files(entries).items() if plain in contents])
 
-    def is_of_others(plain: str) -> bool:
+    def is_of_others(plain: str, copies: Collection[str]) -> bool:
         if (entry := entries.get(plain)) is None or plain in copies:
             return False
         same = entry.nbytes == len(contents[plain])
         return not same or file_checksum(store, plain, entry) != checksum(contents[plain])
 
-    if others := list(filter(is_of_others, contents)):
-        raise CheckpointExists(
-            f"{store.url}/{others[0]}",
-            expected="no file, or that of an earlier save, where a file of the save is to be",
-            found=f"another file{f', and {len(others) - 1} more' if len(others) > 1 else ''}",
-            hint="Move it away, or leave it out of files=",
-        )
-    return contents.keys() - entries.keys()
+    waits = iter(NAME_WAITS)
+    while True:
+        copies = copies_of(store, entries, [name for name, plain in stored_files(entries).items() if plain in contents])
+        if not (others := [plain for plain in contents if is_of_others(plain, copies)]):
+            return contents.keys() - entries.keys()
+        if (seconds := next(waits, None)) is None:
+            break
+        time.sleep(seconds)  # another save may delete it at this moment, with the file that it is a copy of
+        entries = store.entries()
+    raise CheckpointExists(
+        f"{store.url}/{others[0]}",
+        expected="no file, or that of an earlier save, where a file of the save is to be",
+        found=f"another file{f', and {len(others) - 1} more' if len(others) > 1 else ''}",
+        hint="Move it away, or leave it out of files=",
+    )
 
 
 def give_plain_names(store: Store, save_id: str = "") -> None:
@@ -137,23 +144,18 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
         committed = read_index(store).save_id
         if save_id not in ("", committed):
             return
-        entries = store.entries()
+        entries, given = store.entries(), list[str]()
         stored = stored_files(entries, save_id=committed)
-        replaced, given = copies_of(store, entries, stored_files(entries).keys() - stored.keys()), list[str]()
 
         def give(name: str) -> None:
             plain, data = stored[name], bytearray(entries[name].nbytes)
             if is_copy(store, entries, name, plain):
                 return
-            if plain in entries and plain not in replaced:
-                raise CheckpointExists(f"{store.url}/{plain}", expected="no file", found="one of others")
             try:
                 if data:
                     store.read_into(name, 0, memoryview(data))
             finally:
                 store.close()
-            if plain in replaced:
-                store.delete(plain)
             if _publish_copy(store, plain, bytes(data), name, committed):
                 given.append(name)
 
@@ -170,6 +172,8 @@ def give_plain_names(store: Store, save_id: str = "") -> None:
         if late := [stored[name] for name in given if name not in there]:
             for_each(store, store.delete, late)
             give_plain_names(store)
+        if any(errors) and read_index(store).save_id != committed:
+            return
     except CheckpointNotFound:
         return
     except (OSError, TreeckptError) as error:
