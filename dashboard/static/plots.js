@@ -337,8 +337,11 @@ function createLines(holder, height, shown, asked, at) {
   };
 }
 
-/** Puts the cursor on a place of the horizontal axis. @param {uPlot} u @param {number} place */
-const pointAt = (u, place) => u.setCursor({ left: u.valToPos(place, "x"), top: 20 });
+/**
+ * Puts the cursor on a place of the horizontal axis.
+ * @param {uPlot} u @param {number} place @param {boolean} [everywhere] whether the other charts follow
+ */
+const pointAt = (u, place, everywhere) => u.setCursor({ left: u.valToPos(place, "x"), top: 20 }, true, everywhere);
 
 /**
  * Returns what shows other lines in a holder, which gets the keys. The cursor stays on its save.
@@ -373,7 +376,7 @@ export function stepChart(holder, height, asked) {
     if (event.key === "Enter" && at !== null) asked.open(at);
     if (!(event.key in places)) return;
     event.preventDefault();
-    pointAt(plot, steps[places[event.key]]);
+    pointAt(plot, steps[places[event.key]], true);
   });
   return (shown) => {
     const at = shown.ids.indexOf(ids[chart?.plot.cursor.idx ?? -1]);

@@ -87,11 +87,13 @@ def test_ticked_runs_are_laid_over_each_other_by_step_and_by_time(runs, accessib
     )
     runs.get_by_role("button", name="by time").click()
     expect(runs).to_have_url(re.compile("along=time"))
+    expect(runs.locator("#overlay-text")).to_have_text(re.compile("UTC · run-1 at step 100: .*"))  # the cursor stays
     accessible(runs, "the overlay")
     runs.set_viewport_size({"width": 390, "height": 844})
     expect_phone_width(runs)
     runs.locator(".chart").first.focus()
     runs.keyboard.press("Home")
+    expect(runs.locator("#overlay-text")).to_contain_text("run-1 at step 100: loss 3.5, accuracy 0.75")
     runs.keyboard.press("Enter")
     expect(runs.get_by_role("heading", name="Step 100", exact=True)).to_be_visible()
 

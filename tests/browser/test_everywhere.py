@@ -168,7 +168,7 @@ def test_sixty_checkpoints_fit_three_thousand_pixels_of_a_phone(watched, odd_add
     page.set_viewport_size({"width": 390, "height": 844})
     page.get_by_role("link", name="\U0001f525").first.click()
     expect(page.locator("tr[data-id]")).to_have_count(60)
-    page.wait_for_function("document.documentElement.scrollHeight <= 3000")  # once its style is there
+    assert until(lambda: page.evaluate("document.documentElement.scrollHeight") <= 3000), "once its style is there"
     expect(page.locator("tr").get_by_role("link", name="step 6,000")).to_be_visible()
 
 

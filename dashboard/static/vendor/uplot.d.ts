@@ -14,7 +14,7 @@ declare class uPlot {
   posToVal(position: number, scale: string): number;
   valToPos(value: number, scale: string, onCanvas?: boolean): number;
   redraw(paths?: boolean, axes?: boolean): void;
-  setCursor(position: { left: number; top: number }): void;
+  setCursor(position: { left: number; top: number }, fireHook?: boolean, publish?: boolean): void;
   setData(data: (number | null)[][]): void;
   setSelect(box: { left: number; top: number; width: number; height: number }, fireHook?: boolean): void;
   destroy(): void;

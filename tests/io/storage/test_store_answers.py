@@ -132,7 +132,6 @@ def test_a_listing_whose_pages_come_again_is_an_error(
     server: FarS3, tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(obstore, "LISTING", 0.05)
-    monkeypatch.setattr(obstore, "PAGE_SECONDS", 0.1)
     server.set(page=3)
     url = server.url()
     for step in range(1, 6):
@@ -140,6 +139,7 @@ def test_a_listing_whose_pages_come_again_is_an_error(
     run = tc.ObjectRun(url, **server.options())
     assert len(run.names()) == len(run.folders()) == 5
     server.set(page=3, tokens=tokens)
+    monkeypatch.setattr(obstore, "PAGE_SECONDS", 0.1)
     for ask in (run.names, run.folders, server.store(f"{url}/step_00000001").sizes):
         with pytest.raises(tc.StoreError, match=r"expected a listing that ends.*continuation tokens"):
             ask()

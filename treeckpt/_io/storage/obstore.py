@@ -291,7 +291,7 @@ class ObstoreBucket:
         except TimeoutError:
             for _ in self.walk(prefix):  # raises where it never ends
                 pass
-            seconds = 2 * (time.monotonic() - begin)  # as obstore collects all pages itself
+            seconds = max(PAGE_SECONDS, 2 * (time.monotonic() - begin))  # as obstore collects all pages itself
             listing = self._retry("list", prefix, lambda: self._page(prefix, begin_children, children, seconds))
         self._window.expect(time.monotonic() - begin)
         if not listing["objects"] and not listing["common_prefixes"]:
