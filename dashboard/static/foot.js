@@ -37,6 +37,9 @@ for (const part of document.querySelectorAll(".drawing, .chart")) {
   part.after(make("p", { class: "pngs" }, button));
 }
 
+// all scripts have run: buttons take clicks, which would be lost before
+document.addEventListener("DOMContentLoaded", () => document.documentElement.toggleAttribute("data-scripts", true));
+
 // what is cut by its cell says all of it
 document.addEventListener("pointerover", ({ target }) => {
   if (!(target instanceof Element)) return;
