@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import TypeVar
@@ -48,12 +48,32 @@ HARDLY = 0.08
 
 
 TURN_SECONDS = 2.0
-"""Seconds for which a batch waits for its turn, once a scan: a file system that hangs must not hold up other runs."""
-_turns = ThreadPoolExecutor(1, "treeckpt-watch")
-"""Lists local runs for their first scans, and inspects their batches, in turn: several at once delay requests."""
+"""Seconds without the end of any turn after which a scan no longer waits for its own: a file system that hangs must not
+hold up other runs."""
 
 
 T = TypeVar("T")
+
+
+class _Turns:
+    """Lists local runs for their first scans, and inspects their batches, in turn: several at once delay requests."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "treeckpt-watch")
+        self.ended = 0
+        """The number of turns that have ended."""
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        def turn() -> T:
+            try:
+                return work()
+            finally:
+                self.ended += 1
+
+        return self._pool.submit(turn)
+
+
+_turns = _Turns()
 
 
 class DirectoryState(msgspec.Struct, frozen=True, gc=False):
@@ -177,10 +197,15 @@ class RunWatcher:
             nonlocal patience
             if self._remote:
                 return work()
-            turn = _turns.submit(work)
-            if wait_for([turn], patience).not_done and turn.cancel():
-                patience = 0.0  # another run hangs: this scan no longer waits for turns
-                return work()
+            ended, turn = _turns.ended, _turns.submit(work)
+            while wait_for([turn], patience).not_done:
+                if patience and ended != _turns.ended:
+                    ended = _turns.ended
+                elif turn.cancel():
+                    patience = 0.0  # another run hangs: this scan no longer waits for turns
+                    return work()
+                else:
+                    break
             return turn.result()
 
         def look(folder: Store) -> None:

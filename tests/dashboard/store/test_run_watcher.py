@@ -1,6 +1,7 @@
 """The list of a run is kept up to date: what is inspected again, and what requests wait for."""
 
 import threading
+import time
 from concurrent import futures
 
 import numpy as np
@@ -139,6 +140,28 @@ def test_a_run_whose_file_system_hangs_does_not_hold_up_the_others(tmp_path, mon
     gate.set()
     library.watches[first.id].refresh(wait=300)
     assert library.watches[first.id].progress.complete
+
+
+def test_runs_that_wait_long_for_their_turns_go_on_in_turn_as_long_as_others_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("treeckpt_dashboard.store.watch.TURN_SECONDS", 1.0)
+    for number in range(6):
+        write_many(tmp_path / f"run-{number}", 16)
+    library, at_work, most = Library([tmp_path / f"run-{number}" for number in range(6)]), set(), []
+
+    def look(folder):
+        at_work.add(threading.get_ident())
+        most.append(len(at_work))
+        time.sleep(0.03)  # eight of them in a turn, and six runs: each waits longer than that
+        found = library.inspect_directory(library.runs[0], folder)
+        at_work.discard(threading.get_ident())
+        return found
+
+    for run in library.runs:
+        library.watches[run.id] = RunWatcher(run.store, look)
+        library.watches[run.id].start()
+    for run in library.runs:
+        library.watches[run.id].refresh(wait=300)
+    assert max(most) == 1 and all(watch.progress.complete for watch in library.watches.values())
 
 
 def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
