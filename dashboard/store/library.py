@@ -103,6 +103,10 @@ class UnreadInfo(CheckpointInfo, frozen=True):
         return "reading"
 
 
+def _names_of_unread(infos: list[CheckpointInfo]) -> list[str]:
+    return [info.name for info in infos if isinstance(info, UnreadInfo)]
+
+
 class Run(msgspec.Struct, frozen=True, eq=False):
     """A run that the dashboard was given."""
 
@@ -218,6 +222,7 @@ class Library:
         self._looking = threading.Lock()
         self._next_look = clock() + LOOK_SECONDS * all(not run.store.traits.far for run, _ in self._given)
         self._reduced: dict[str, dict[str, ReducedTimings]] = defaultdict(dict)
+        self._unread = defaultdict[str, LastResult[list[CheckpointInfo], list[str]]](LastResult)
         self._lists = defaultdict[str, LastResult[list[CheckpointInfo], Listed]](LastResult)
         self._runs: tuple[Run, ...] = ()
         self._ids: frozenset[str] = frozenset()
@@ -264,7 +269,7 @@ class Library:
         self._ids = frozenset(run.id for run in runs)
         for run in runs:
             self.watch(run)
-        for kept in (self.watches, self._reduced, self._lists):
+        for kept in (self.watches, self._reduced, self._unread, self._lists):
             for run_id in kept.keys() - self._ids:
                 kept.pop(run_id, None)  # the run is gone
         self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
@@ -321,7 +326,7 @@ class Library:
         self._take_verifications()
         watch.refresh(wait=wait)
         # Their indexes may be read by now.
-        watch.inspect([info.name for info in watch.infos if isinstance(info, UnreadInfo)])
+        watch.inspect(self._unread[run.id].of(watch.infos, _names_of_unread))
         return self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
 
     def _with_ids(self, run: Run, infos: list[CheckpointInfo]) -> Listed:

@@ -43,6 +43,9 @@ REMOTE_SOON = 1.0
 """Seconds for which requests wait for the first scan of a remote run: its first page takes a few requests in a row."""
 BATCH = 8
 """Directories of a local run that are inspected in one turn."""
+GROWTH = 8
+"""During the first scan `infos` has new directories once they are one in so many: the work of pages that are asked for
+meanwhile stays in proportion to the directories, not to their square."""
 HARDLY = 0.08
 """Seconds for which a request waits for a scan that has enough to show and is past the half: it may be about to end."""
 
@@ -135,6 +138,8 @@ class RunWatcher:
         self._running: _Scan | None = None
         self._slow = False
         self._next_recheck = 0
+        self._untold = 0
+        """Directories that are known, but not in `infos` yet."""
         self.version = 0
         """Changes whenever `infos` or the end of the first scan does."""
         self.changed_ns = time.time_ns()
@@ -214,6 +219,7 @@ class RunWatcher:
                 seen = self.progress.seen + 1
                 self.progress = msgspec.structs.replace(self.progress, seen=seen)
             if seen == ENOUGH:
+                self._tell_new()
                 scan.enough.set()
 
         def begin() -> list[str]:
@@ -298,8 +304,16 @@ class RunWatcher:
         if before is None or before != now:
             with self._lock:
                 self._known[name] = now
-                same = before is not None and before.info == now.info
-                self._count_change(not same)
+                if before is not None:
+                    self._count_change(before.info != now.info)
+                    return
+                self._untold += 1
+                if self.progress.complete or self._untold * GROWTH >= len(self._known):
+                    self._tell_new()
+
+    def _tell_new(self) -> None:
+        self._untold = 0
+        self._count_change(True)
 
     def _count_change(self, changed: bool) -> None:
         if changed:

@@ -164,6 +164,23 @@ def test_runs_that_wait_long_for_their_turns_go_on_in_turn_as_long_as_others_do(
     assert max(most) == 1 and all(watch.progress.complete for watch in library.watches.values())
 
 
+def test_the_list_changes_seldom_while_a_run_is_first_scanned(tmp_path):
+    for step in range(3000):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    library, lengths = Library([tmp_path]), []
+    run = library.runs[0]
+
+    def look(folder):
+        lengths.append(len(watch.infos))
+        return library.inspect_directory(run, folder)
+
+    watch = library.watches[run.id] = RunWatcher(run.store, look)
+    watch.refresh(wait=300)
+    assert len(watch.infos) == 3000 and watch.progress.complete
+    assert len(set(lengths)) < 70 and 100 in lengths, "each time by one in eight, and for the first page"
+    assert all(known - length <= known / 8 for known, length in enumerate(lengths))
+
+
 def test_a_shard_that_is_cut_short_later_is_found_in_the_end(tmp_path):
     write_many(tmp_path / "run", 3)
     now = [0.0]
