@@ -218,8 +218,9 @@ class RunWatcher:
             with self._lock:
                 seen = self.progress.seen + 1
                 self.progress = msgspec.structs.replace(self.progress, seen=seen)
+                if seen == ENOUGH:
+                    self._tell_new()
             if seen == ENOUGH:
-                self._tell_new()
                 scan.enough.set()
 
         def begin() -> list[str]:
