@@ -147,7 +147,6 @@ def test_no_tracked_file_is_over_one_mebibyte():
     assert [name for name, size in sizes.items() if size > 1 << 20] == []
 
 
-@pytest.mark.slow
 def test_each_file_of_tests_stays_on_one_worker():
     files = ["tests/test_error_classes.py", "tests/core/format/test_save_progress.py"]
     shown = run(sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *files, cwd=ROOT)

@@ -22,7 +22,7 @@ from treeckpt._runs.run import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/run"
-LIMITS = [6, pytest.param(5000, marks=pytest.mark.slow)]
+LIMITS = [12, pytest.param(5000, marks=pytest.mark.slow)]
 """Choices of what is lost, for a power loss at one moment."""
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integrity.mutations import FORMATS
 
-SEEDS = os.environ.get("TREECKPT_MUTATIONS", "5")
+SEEDS = os.environ.get("TREECKPT_MUTATIONS", "8")
 
 
 @pytest.fixture(scope="module")
