@@ -37,7 +37,7 @@ for (const part of document.querySelectorAll(".drawing, .chart")) {
   part.after(make("p", { class: "pngs" }, button));
 }
 
-// all scripts have run: buttons take clicks, which would be lost before
+// buttons take clicks once all scripts have run: see style.css
 document.addEventListener("DOMContentLoaded", () => document.documentElement.toggleAttribute("data-scripts", true));
 
 // what is cut by its cell says all of it

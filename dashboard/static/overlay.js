@@ -137,6 +137,7 @@ const charts = holders.map((holder, number) => {
     }
     const [log, time] = [isLog(), byTime()];
     const text = (/** @type {number} */ n) => figure(n, 5);
+    // a place has the name of its first save, by which the cursor stays where the axis changes
     const first = new Map(points.toReversed().map(({ at, line, n }) => [at, line.ids[n]]));
     const ids = places.map((place) => first.get(place) ?? "");
     draw({ steps: places, ids, lines: drawn, text, free: true, log, time, marks, low: null, high: null });

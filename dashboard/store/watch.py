@@ -48,12 +48,9 @@ GROWTH = 8
 meanwhile stays in proportion to the directories, not to their square."""
 HARDLY = 0.08
 """Seconds for which a request waits for a scan that has enough to show and is past the half: it may be about to end."""
-
-
 TURN_SECONDS = 2.0
 """Seconds without the end of any turn after which a scan no longer waits for its own: a file system that hangs must not
 hold up other runs."""
-
 
 T = TypeVar("T")
 
@@ -138,7 +135,7 @@ class RunWatcher:
         self._running: _Scan | None = None
         self._slow = False
         self._next_recheck = 0
-        self._untold = 0
+        self._new = 0
         """Directories that are known, but not in `infos` yet."""
         self.version = 0
         """Changes whenever `infos` or the end of the first scan does."""
@@ -203,14 +200,11 @@ class RunWatcher:
             if self._remote:
                 return work()
             ended, turn = _turns.ended, _turns.submit(work)
-            while wait_for([turn], patience).not_done:
-                if patience and ended != _turns.ended:
-                    ended = _turns.ended
-                elif turn.cancel():
-                    patience = 0.0  # another run hangs: this scan no longer waits for turns
-                    return work()
-                else:
-                    break
+            while wait_for([turn], patience).not_done and patience and ended != _turns.ended:
+                ended = _turns.ended
+            if turn.cancel():  # it has not begun
+                patience = 0.0  # another run hangs: this scan no longer waits for turns
+                return work()
             return turn.result()
 
         def look(folder: Store) -> None:
@@ -218,8 +212,7 @@ class RunWatcher:
             with self._lock:
                 seen = self.progress.seen + 1
                 self.progress = msgspec.structs.replace(self.progress, seen=seen)
-                if seen == ENOUGH:
-                    self._tell_new()
+                self._count_change(seen == ENOUGH)
             if seen == ENOUGH:
                 scan.enough.set()
 
@@ -308,16 +301,12 @@ class RunWatcher:
                 if before is not None:
                     self._count_change(before.info != now.info)
                     return
-                self._untold += 1
-                if self.progress.complete or self._untold * GROWTH >= len(self._known):
-                    self._tell_new()
-
-    def _tell_new(self) -> None:
-        self._untold = 0
-        self._count_change(True)
+                self._new += 1
+                self._count_change(self.progress.complete or self._new * GROWTH >= len(self._known))
 
     def _count_change(self, changed: bool) -> None:
         if changed:
+            self._new = 0
             self.version, self.changed_ns = self.version + 1, time.time_ns()
 
     def inspect(self, names: Sequence[str]) -> None:

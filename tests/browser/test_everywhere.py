@@ -172,6 +172,23 @@ def test_sixty_checkpoints_fit_three_thousand_pixels_of_a_phone(watched, odd_add
     expect(page.locator("tr").get_by_role("link", name="step 6,000")).to_be_visible()
 
 
+def test_a_button_takes_clicks_once_the_scripts_of_its_page_have_run(new_page, address):
+    page, held = new_page(), []
+
+    def hold(route):
+        held.append(route)
+
+    page.goto(address)
+    page.route(re.compile(r"/static/foot\.js"), hold)
+    page.get_by_role("link", name="Trends over steps").click(no_wait_after=True)
+    button = page.get_by_role("button", name="by time")
+    expect(button).to_have_css("pointer-events", "none")
+    held.pop().continue_()
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    page.context.close()
+
+
 def test_a_card_says_what_it_could_not_fetch_and_tries_again(new_page, address):
     page = new_page()
     page.route(re.compile(r"/treemap\?"), lambda route: route.fulfill(status=500, json={"error": "the disk is gone"}))

@@ -1,13 +1,12 @@
 """A server that runs for months keeps nothing of runs and checkpoints that are gone, and no file open."""
 
 import gc
-import os
 import shutil
 import weakref
 
 from starlette.testclient import TestClient
 
-from tests.helpers.background import until
+from tests.helpers.background import files_open, until
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_checkpoint, write_mixed_run
 from treeckpt._io.storage.open import open_run
@@ -15,13 +14,6 @@ from treeckpt._io.storage.shared_files import read_shared
 from treeckpt_dashboard.store.cache import Cache
 from treeckpt_dashboard.store.library import Library
 from treeckpt_dashboard.web.app import create_app
-
-
-def _open_files(folder):
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return [
-        target for link in links if os.path.lexists(link) and (target := os.readlink(link)).startswith(f"{folder}/")
-    ]
 
 
 def test_all_that_is_known_of_a_run_goes_with_it(tmp_path):
@@ -85,7 +77,7 @@ def test_shards_are_closed_once_they_are_looked_at(tmp_path):
     folders = [store.folder(name) for name in store.names()]
     for folder in folders:
         read_shared(folder)
-    assert _open_files(run) == []
+    assert files_open(run) == []
 
 
 def test_pages_leave_no_file_of_a_run_open(tmp_path):
@@ -99,8 +91,8 @@ def test_pages_leave_no_file_of_a_run_open(tmp_path):
             pages = [f"checkpoints/{one}{page}" for one in ids for page in ("", "/files", "/timing", "/leaves/0/peek")]
             for page in ("usage?keep=last:1", "live", f"runs/{found['id']}", *pages):
                 assert client.get(f"/api/v1/{page}").status_code in (200, 404), page
-                assert until(lambda: not _open_files(run)), page
+                assert until(lambda: not files_open(run)), page
     finally:
         gc.enable()
     gc.collect()
-    assert _open_files(tmp_path / "cache") == []
+    assert files_open(tmp_path / "cache") == []

@@ -1,5 +1,6 @@
 """The list of a run is kept up to date: what is inspected again, and what requests wait for."""
 
+import os
 import threading
 import time
 from concurrent import futures
@@ -94,16 +95,8 @@ def test_the_first_look_shows_how_far_it_is_and_does_not_block(tmp_path, monkeyp
 def test_a_full_page_is_shown_while_the_rest_is_looked_at(tmp_path):
     for step in range(1, 141):
         (tmp_path / f"step_{step:08d}").mkdir()
-    library, gate, seen = Library([tmp_path]), threading.Event(), []
-    run = library.runs[0]
-
-    def look(folder):
-        seen.append(folder.name)
-        if len(seen) > 120:
-            gate.wait(30)
-        return library.inspect_directory(run, folder)
-
-    watch = library.watches[run.id] = RunWatcher(run.store, look)
+    library, gate, _ = standing_still(tmp_path, after=120)
+    watch = library.watches[library.runs[0].id]
     while len(watch.infos) < 100:
         watch.refresh()
     assert watch.infos[0].step == 140 and not watch.progress.complete and len(watch.infos) <= 120
@@ -238,8 +231,6 @@ def test_a_page_does_not_wait_for_the_rest_of_a_large_run(tmp_path, monkeypatch)
 
 def test_the_start_reads_few_names_of_the_runs_in_a_folder(tmp_path, monkeypatch):
     """A folder of a hundred runs of ten thousand steps has a million directories."""
-    import os
-
     for name in ("a", "b", "c"):
         for step in range(400):
             (tmp_path / "runs" / name / f"step_{step:08d}").mkdir(parents=True)

@@ -169,4 +169,7 @@ def test_a_listing_that_takes_long_is_waited_for(server: FarS3, monkeypatch: pyt
     tc.save(server.store(url), {"n": np.arange(3)})
     server.set(latency=0.1)
     assert "index.json" in server.store(url).sizes()
+    monkeypatch.setattr(obstore.ObstoreBucket, "walk", lambda bucket, prefix: iter(()))  # its pages came at once
+    server.set(latency=0.4)
+    assert "index.json" in server.store(url).sizes()
     server.set(latency=0.0)
