@@ -134,6 +134,7 @@ def _ranks() -> Iterator[int]:
     rank = int(os.environ.get("RANK", "0"))
     with log_if_slow(rank, "treeckpt convert; a process without WORLD_SIZE in its environment converts alone"):
         dist.init_process_group("gloo")
+        dist.barrier()  # a rank that fails at once would close the connection that another is still opening
     try:
         yield dist.get_rank()
     finally:

@@ -267,13 +267,15 @@ def test_a_link_that_takes_a_checkpoints_place_is_not_followed(serve, tmp_path):
 SCRIPT = "<script>alert(1)</script>"
 QUOTES = "\"' onmouseover=alert(1) x="
 BIDI = "a\u202egnp.exe\u2066\u200b\x1b[31m\x00"
+FORMULA, RESULT = "{{'kqz'*3}}", "kqzkqzkqz"
+"""What a template engine would compute, and its result: no time, size or id on a page contains it."""
 
 
 @pytest.fixture
 def hostile(serve, tmp_path):
     name = "step_<img src=x onerror=alert(1)>\u202e"
-    tree = {SCRIPT: np.zeros((2, 2), np.float32), QUOTES: SCRIPT, BIDI: BIDI, "a": {"{{7*7}}": "${7*7}"}}
-    files = {f"{n}.txt": text.encode() for n, text in enumerate((SCRIPT, QUOTES, BIDI, "{{7*7}}"))}
+    tree = {SCRIPT: np.zeros((2, 2), np.float32), QUOTES: SCRIPT, BIDI: BIDI, "a": {FORMULA: f"${FORMULA[1:-1]}"}}
+    files = {f"{n}.txt": text.encode() for n, text in enumerate((SCRIPT, QUOTES, BIDI, FORMULA))}
     write_checkpoint(tmp_path / "run" / name, tree, metadata={SCRIPT: QUOTES, BIDI: SCRIPT}, error=SCRIPT, files=files)
     return serve(tmp_path / "run")
 
@@ -284,7 +286,7 @@ def test_hostile_text_is_text_on_every_page(hostile):
         assert response.status_code == 200, path
         if response.headers["content-type"].startswith("text/html"):
             text = response.text
-            assert "<script>" not in text and "<img src=x" not in text and "49" not in re.findall(r"\{?\b49\b", text)
+            assert "<script>" not in text and "<img src=x" not in text and RESULT not in text
             assert not re.search(r"\sonmouseover=alert\(1\)\sx=(?!&)\"", text)
             assert not re.search("[\u202e\u2066\u200b\x1b\x00]", text)
     assert "\\u202e" in hostile.get("/").text
