@@ -1,8 +1,10 @@
 """Statistics are kept by save and place, within a limit; a damaged file is none."""
 
 import contextlib
+import os
 import resource
 import signal
+import time
 
 from tests.helpers.samples import write_checkpoint
 from treeckpt._inspect.numbers import Moments
@@ -38,6 +40,17 @@ def test_the_oldest_files_go_beyond_the_limit(tmp_path):
     for name in "abc":
         assert store.record(f"/{name}", index, "print", 5, {0: Moments(1)})
     assert store.find("/c", index.save_id) is not None and store.find("/a", index.save_id) is None
+
+
+def test_what_was_just_written_is_the_newest_whatever_the_times_of_files_say(tmp_path):
+    """Several files are written within one tick of a file system's clock, and clocks are set back."""
+    index = write_checkpoint(tmp_path / "step_00000001", step=1)
+    store = StatisticsStore(tmp_path / "cache", limit=300)
+    assert store.record("/a", index, "print", 5, {0: Moments(1)})
+    [file] = store.directory.iterdir()
+    os.utime(file, (time.time() + 9999,) * 2)
+    assert store.record("/b", index, "print", 5, {0: Moments(1)})
+    assert store.find("/b", index.save_id) is not None and store.find("/a", index.save_id) is None
 
 
 @contextlib.contextmanager

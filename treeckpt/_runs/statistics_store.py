@@ -123,12 +123,14 @@ class _ColumnFiles(Generic[C]):
         # The line is filled up, so that the columns of 8-byte numbers are aligned where the file is mapped.
         start = line + b" " * (-(len(line) + 1) % 8) + b"\n"
         parts = (np.asarray(columns[name], kind).tobytes() for name, kind in self._kinds.items())
+        written = self.directory / f"{key}.columns"
         try:
-            replace_file(self.directory / f"{key}.columns", itertools.chain([start], parts))
+            replace_file(written, itertools.chain([start], parts))
         except OSError:
             return False
         with contextlib.suppress(OSError):  # another program deletes there, too
-            files = sorted(self.directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            # several files may have one time, as clocks of file systems tick every few milliseconds
+            files = sorted(self.directory.iterdir(), key=lambda path: (path == written, path.stat().st_mtime_ns))
             over = sum(path.stat().st_size for path in files) - self._limit
             for path in files:
                 if over <= 0:
