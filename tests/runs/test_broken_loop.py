@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import treeckpt as tc
+from tests.helpers.world import LONG
+from treeckpt._runs import schedule
 from treeckpt._runs.schedule import LoopState, is_of_workers
 
 
@@ -67,9 +69,10 @@ def test_a_worker_that_hangs_is_ended_by_terminate(tmp_path, monkeypatch, reques
         batches = iter(DataLoader(Masks(), num_workers=1))
         [worker] = batches._workers
         with monkeypatch.context() as patches:
+            patches.setattr(schedule, "_WORKER_END_SECONDS", LONG)
             patches.setattr(popen_fork.Popen, "wait", wait_late)
             worker.terminate()
-        worker.join(60)
+        worker.join(LONG)
         assert worker.exitcode == -signal.SIGKILL
 
 

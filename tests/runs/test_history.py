@@ -350,7 +350,11 @@ def test_jobs_that_end_and_are_killed_leave_the_lineage_to_the_next(tmp_path: Pa
     job(save % "10, 20, 30, 40")
     job("m.restore(step=20); os._exit(7)", 7)
     assert job("print(m.latest())") == "40"
-    job("m.restore(step=20); m.save(21, {'step': 21}).result(); m.save(22, {'w': np.zeros(1 << 24)}); os._exit(7)", 7)
+    job(
+        "m.restore(step=20); m.save(21, {'step': 21}).result(); "
+        "m.save(22, {'step': 22, 'w': np.zeros(1 << 24)}); os._exit(7)",
+        7,
+    )
     assert job("print(m.latest(), m.restore()['step'])") in ("21 21", "22 22")
     job("m.restore(step=21); " + save % "22, 23")
     assert job("print(m.latest(), m.steps())") == "23 [20, 21, 22, 23]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -14,7 +15,7 @@ import pytest
 import treeckpt as tc
 from tests.helpers.background import until
 from tests.helpers.memory_run import MemoryRun
-from tests.helpers.world import assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
+from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, reseal, shards_of, small_tree, whole_tree
 from treeckpt import _api
 from treeckpt._core.format.files import PIN_NAME, deleted_name, parse_file_name, step_name
 from treeckpt._core.format.index import INDEX_NAME
@@ -49,10 +50,11 @@ def fill(run, steps, **options):
 
 
 def age(path: Path, seconds: float = 7200) -> None:
-    """Makes everything below a path look so old."""
+    """Makes everything below a path look so old, but for files that a thread replaces meanwhile."""
     at = time.time() - seconds
     for name in [*path.rglob("*"), path]:
-        os.utime(name, (at, at))
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(name, (at, at))
 
 
 def crash_a_save(path: Path, save_id: str = "c" * 16) -> None:
@@ -686,10 +688,20 @@ def test_a_signal_on_any_rank_makes_all_save_the_same_step(tmp_path, who):
 
 
 def test_ranks_that_drift_apart_still_save_the_same_step(tmp_path):
+    """By 20 steps at most, so that no rank ends before another has heard the signal."""
+    reached, moved = [0, 0, 0], threading.Condition()
+
+    def reach(rank, step):
+        with moved:
+            reached[rank] = step
+            moved.notify_all()
+            assert moved.wait_for(lambda: step <= min(reached) + 20, LONG)
+
     def act(comm):
         made = manager(tmp_path, comm=comm)
         made.schedule.listening = True
         for step in range(1, 200):
+            reach(comm.rank, step)
             time.sleep(0.001 + 0.002 * comm.rank)
             if comm.rank == 2 and step == 5:
                 made.schedule.signum = 15
