@@ -537,6 +537,24 @@ def test_two_managers_on_one_run_agree(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [step_name(s) for s in (10, 20, 28, 29, 30)]
 
 
+def test_a_run_is_not_empty_because_its_only_step_is_replaced_while_it_is_listed(run, monkeypatch):
+    fill(run, [1])
+    other, store, left = manager(run, keep=1, overwrite=True), type(open_run(run)), [2, 3]
+    real = store.folders
+
+    def listed_and_replaced(self):
+        found = real(self)
+        if left and threading.current_thread() is threading.main_thread():
+            step = left.pop(0)
+            saving = threading.Thread(target=other.save, args=(step, {"step": step}))
+            saving.start()
+            saving.join()
+        return found
+
+    monkeypatch.setattr(store, "folders", listed_and_replaced)
+    assert manager(run).steps() == [3] and not left
+
+
 def test_a_half_deleted_step_is_none_and_the_next_save_there_is_whole(tmp_path):
     made = fill(tmp_path, [1, 2])
     save_id = tc.inspect(tmp_path / step_name(1)).save_id

@@ -165,14 +165,30 @@ class RunDirectory:
         return [info for _, info in self._read_infos(newest, or_unread=or_unread)]
 
     def _read_infos(self, newest: NewestIndex | None = None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
-        seen = read_infos(
-            self.store, self._cache, or_unread=or_unread, timings=False, newest=newest, patterns=(self.pattern,)
-        )
+        seen = self._seen_whole(newest, or_unread=or_unread)
         folders = {folder.name: folder for folder, _ in seen}
         ours = in_listing_order(
             checked(info) for _, info in seen if info.files != "foreign" and id_of(info) is not None
         )
         return [(folders[info.name], info) for info in ours]
+
+    def _seen_whole(self, newest: NewestIndex | None, *, or_unread: bool) -> list[tuple[Store, CheckpointInfo]]:
+        """Returns every folder; reads again where none is complete, and the run has changed since it was listed.
+
+        Else a run would seem empty while others save the next checkpoint and delete the one that was listed.
+        """
+        looked: dict[str, bool] | None = None
+        while True:
+            seen = read_infos(
+                self.store, self._cache, or_unread=or_unread, timings=False, newest=newest, patterns=(self.pattern,)
+            )
+            if not seen or any(info.files == "complete" for _, info in seen):
+                return seen
+            if looked is None:
+                looked = {folder.name: info.files in ("damaged", "unread") for folder, info in seen}
+            before, looked = looked, {folder.name: _has_index(folder) for folder in self.store.folders()}
+            if looked == before:
+                return seen
 
     def marks(self) -> list[SavedCheckpoint]:
         """Returns the data that orders the checkpoints by lineage."""
@@ -363,6 +379,12 @@ class RunDirectory:
         if not is_link and (info.files == "foreign" or id_of(info) is None):
             raise self._not_found(step, info.error or "nothing that a manager saved by this name")
         return info, self.remover.plan(info, folder, grace, force=force)
+
+
+def _has_index(folder: Store) -> bool:
+    with contextlib.suppress(TreeckptError, OSError):
+        return folder.entry(INDEX_NAME) is not None
+    return False
 
 
 def refuse_link(store: Store) -> None:
