@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import treeckpt
+from tests.helpers.background import Gate, GatedRun
 from tests.helpers.samples import MESH, write_checkpoint, write_mixed_run, write_run
+from tests.helpers.world import LONG
 from treeckpt._core.format.files import Progress, encode_progress, progress_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._core.format.timings import timings_name
@@ -22,6 +24,7 @@ from treeckpt._io.storage.checkpoint import LruStatCache
 from treeckpt._io.storage.store import DirectoryEntry
 from treeckpt._runs import catalog, discovery
 from treeckpt._runs.repair_advice import repair_advice
+from treeckpt._saving import background
 from treeckpt.errors import CheckpointNotFound, CorruptError, TreeckptError
 
 
@@ -234,14 +237,30 @@ def test_what_ranks_held_counts_every_replica(tmp_path):
     assert info.blocked_seconds == info.seconds
 
 
-def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path):
+def test_a_background_save_records_its_host_and_when_its_call_returned(tmp_path, monkeypatch):
+    copy, begun = background.stage, time.perf_counter()
+
+    def slow(*given):
+        time.sleep(0.2)
+        copy(*given)
+
+    monkeypatch.setattr(background, "stage", slow)
+    gate = Gate()
+    gate.open.clear()
     pending = treeckpt.save_async(
-        tmp_path / "a", {"x": np.zeros(100_000)}, step=1, background=treeckpt.BackgroundOptions(writer="thread")
+        GatedRun(tmp_path, gate).folder("a"),
+        {"x": np.zeros(100_000)},
+        step=1,
+        background=treeckpt.BackgroundOptions(writer="thread"),
     )
-    report = pending.result(60)
+    took = time.perf_counter() - begun
+    time.sleep(0.2)
+    gate.open.set()
+    report = pending.result(LONG)
     timings = catalog.read_timings(tmp_path / "a")
     assert [(host.name, decode_runs(host.ranks).tolist()) for host in timings.hosts] == [(socket.gethostname(), [0])]
     profile = profile_of(timings)
-    assert 0 < profile.blocked_seconds < profile.seconds
-    assert abs(profile.blocked_seconds - report.blocked_seconds) < 0.1
+    for blocked in (profile.blocked_seconds, report.blocked_seconds):
+        assert 0.2 <= blocked <= took, "the copy, and at most all of the call"
+    assert profile.seconds >= profile.blocked_seconds + 0.2, "the write too"
     assert catalog.read_info(tmp_path / "a").blocked_seconds == profile.blocked_seconds
