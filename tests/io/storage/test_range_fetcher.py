@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import Counter
@@ -285,3 +286,18 @@ def test_a_request_is_slow_past_the_99th_percentile_of_enough_others() -> None:
     for _ in range(200):
         times.add(0.5)
     assert times.slow() == 0.75, "the last ones count"
+
+
+def test_a_retry_draws_nothing_from_the_generator_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training draws from it, and its numbers would depend on how often requests fail."""
+    monkeypatch.setattr(requests_in_flight, "FIRST_PAUSE", 0.001)
+    before, failed = random.getstate(), list[int]()
+
+    def fetch(wanted: Any) -> RangeResponse:
+        if not failed:
+            failed.append(wanted[1])
+            raise Passing
+        return answer(wanted)
+
+    fetch_all(fetch)
+    assert failed and random.getstate() == before

@@ -239,6 +239,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 """Seconds before the first retry, and before any, at most; at least it is half as many."""
 HEDGE_SECONDS = 0.05
 """Seconds between two looks at the requests in flight."""
+_DRAWS = random.Random()
+"""A generator of its own: draws from that of the program would change the numbers of a training."""
 
 
 class RequestTimes:
@@ -529,7 +531,7 @@ class _Run:
             if failure.temporary and left and now - begin < RETRY_SECONDS:
                 tried = self._fetcher.tries - left
                 # drawn, so that requests that were refused together are not sent together again
-                return min(FIRST_PAUSE * 2 ** (tried - 1), LONGEST_PAUSE) * random.uniform(0.5, 1)
+                return min(FIRST_PAUSE * 2 ** (tried - 1), LONGEST_PAUSE) * _DRAWS.uniform(0.5, 1)
             request.tries -= 1
             if not request.tries:
                 self._error = error
