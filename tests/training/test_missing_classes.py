@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.background import in_child
 from treeckpt import training
 
 TRAIN = """
@@ -136,12 +137,19 @@ def test_an_object_in_a_file_of_torch_save_is_left_out_likewise(tmp_path: Path, 
 def test_an_evaluation_restores_what_a_training_script_has_saved(tmp_path: Path) -> None:
     training_script = f"""{TRAIN}
 import treeckpt as tc
+assert __name__ == "__main__"
 model = torch.nn.Linear(2, 2)
 state = tc.training.state(model, torch.optim.SGD(model.parameters()), extra={{"config": Config(0.1, [Mode.FAST])}})
 tc.save(sys.argv[1], state | {{"config": Config(0.1, [])}})
 """
     (tmp_path / "train.py").write_text(training_script)
-    subprocess.run([sys.executable, tmp_path / "train.py", tmp_path / "c"], check=True)
+
+    def run_script() -> int:
+        sys.argv = ["train.py", str(tmp_path / "c")]
+        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+        return 0
+
+    assert in_child(run_script) == (0, "")
     fresh = net()
     report = training.restore(tmp_path / "c", fresh)
     assert report.extra == {"config": ...} and report.loaded == 2
