@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import pkgutil
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -241,11 +242,8 @@ def test_test_modules_stand_in_the_folder_of_what_they_test():
 
 
 def test_no_test_module_imports_another():
-    importing = []
-    for path in sorted(TESTS.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("tests")):
-                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-                if any(name.startswith("test_") for name in names):
-                    importing.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert importing == []
+    # to parse all of them takes seconds
+    imports = re.compile(r"^[ \t]*from[ \t]+(?:\.|tests\b)[^\n(]*(?:\([^)]*\))?", re.MULTILINE)
+    found = [(path, one[0]) for path in sorted(TESTS.rglob("*.py")) for one in imports.finditer(path.read_text())]
+    assert len(found) > 500
+    assert [f"{path.relative_to(ROOT)}: {text}" for path, text in found if re.search(r"\btest_", text)] == []

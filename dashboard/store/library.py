@@ -224,6 +224,8 @@ class Library:
         self._reduced: dict[str, dict[str, ReducedTimings]] = defaultdict(dict)
         self._unread = defaultdict[str, LastResult[list[CheckpointInfo], list[str]]](LastResult)
         self._lists = defaultdict[str, LastResult[list[CheckpointInfo], Listed]](LastResult)
+        self._by_run: tuple[dict[str, Any], ...] = (self.watches, self._reduced, self._unread, self._lists)
+        """What is kept of each run, by its id."""
         self._runs: tuple[Run, ...] = ()
         self._ids: frozenset[str] = frozenset()
         self._look_for_runs([run for run, _ in self._given if not run.store.traits.far])
@@ -269,10 +271,15 @@ class Library:
         self._ids = frozenset(run.id for run in runs)
         for run in runs:
             self.watch(run)
-        for kept in (self.watches, self._reduced, self._unread, self._lists):
+        for kept in self._by_run:
             for run_id in kept.keys() - self._ids:
-                kept.pop(run_id, None)  # the run is gone
+                self._forget_run(run_id)
         self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
+
+    def _forget_run(self, run_id: str) -> None:
+        """Keeps nothing of a run that is gone: it is no longer in `_ids`."""
+        for kept in self._by_run:
+            kept.pop(run_id, None)
 
     def watch(self, run: Run) -> RunWatcher:
         """Returns what keeps the list of a run up to date."""
@@ -327,7 +334,10 @@ class Library:
         watch.refresh(wait=wait)
         # Their indexes may be read by now.
         watch.inspect(self._unread[run.id].of(watch.infos, _names_of_unread))
-        return self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
+        listed = self._lists[run.id].of(watch.infos, partial(self._with_ids, run))
+        if run.id not in self._ids:  # this request goes on with a run that is gone
+            self._forget_run(run.id)
+        return listed
 
     def _with_ids(self, run: Run, infos: list[CheckpointInfo]) -> Listed:
         self._forget_directories()

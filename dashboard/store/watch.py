@@ -170,7 +170,7 @@ class RunWatcher:
         running.done.wait(wait)
 
     def _run(self, scan: _Scan) -> None:
-        problem = None
+        problem, began = None, self._clock()
         try:
             if self.progress.complete:
                 self._scan_again(scan)
@@ -181,7 +181,7 @@ class RunWatcher:
         except (OSError, TreeckptError, RuntimeError) as error:
             problem = visible(str(error))
         finally:
-            took = time.monotonic() - scan.started
+            took = self._clock() - began
             with self._lock:
                 self._count_change(problem != self.progress.problem)
                 self.progress = msgspec.structs.replace(self.progress, problem=problem)

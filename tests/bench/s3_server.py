@@ -59,6 +59,9 @@ class S3Settings:
     tail: float = 0.0
     """Part of the GETs that wait `tail_seconds` more."""
     tail_seconds: float = 1.0
+    gather: float = 0.0
+    """Seconds without a new request after which those that wait are answered: what a client sends without an answer is
+    under way together, however slowly it sends."""
     busy_above: int = 0
     """Requests at the same time above which the answer is 503; 0 for no limit."""
     trouble: float = 0.0
@@ -114,6 +117,7 @@ class S3Server:
         self.uploads: dict[str, tuple[str, dict[int, S3Object]]] = {}
         self.log: list[dict[str, Any]] = []
         self.busy, self.numbers, self.draw = 0, itertools.count(1), random.Random(0)
+        self.arrived = 0.0
 
     # connections ----------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class S3Server:
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             await self._send(self._control(request, body), request, writer)
             return True
-        self.busy += 1
+        self.busy, self.arrived = self.busy + 1, time.monotonic()
         condition = headers.get("if-none-match", headers.get("if-match", ""))
         row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition}
         self.log.append(row)
@@ -185,6 +189,8 @@ class S3Server:
             seconds += request.seconds
         if seconds:
             await asyncio.sleep(seconds)
+        while settings.gather and (rest := self.arrived + settings.gather - time.monotonic()) > 0:
+            await asyncio.sleep(rest)
 
     def _find_trouble(self, request: S3Request) -> None:
         line = f"{request.method} {request.row['path']} {request.row['range']}"

@@ -12,10 +12,19 @@ from axe_playwright_python.sync_playwright import Axe
 
 from tests.browser.helpers import WIDE
 from tests.helpers.samples import FILES, write_checkpoint, write_mixed_run
+from treeckpt_dashboard.runs import finder
 from treeckpt_dashboard.web.app import create_app
 
 playwright_api = pytest.importorskip("playwright.sync_api")
 playwright_api.expect.set_options(timeout=60_000)  # for what hangs; a loaded machine takes its time
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unhurried_search():
+    """Has a search look for leaves in each run, however long a busy machine takes to read their indexes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finder, "LEAF_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture(scope="session")

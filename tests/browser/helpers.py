@@ -60,6 +60,24 @@ def expect_phone_width(page):
     assert until(lambda: page.evaluate(script) <= 390), f"{page.url} is {page.evaluate(script)} pixels wide"
 
 
+def copied(button, click=None):
+    """The text that a button copies, once the button has said so: it says that for a moment, which a test may miss.
+
+    Args:
+        click: is called with the button in place of its own click.
+    """
+    button.evaluate(
+        """() => {
+            window.said = [];
+            const note = (changes) => window.said.push(...changes.map((change) => change.target.textContent));
+            new MutationObserver(note).observe(document.body, { childList: true, subtree: true });
+        }"""
+    )
+    (click or type(button).click)(button)
+    assert until(lambda: "Copied" in button.page.evaluate("window.said")), button
+    return button.page.evaluate("navigator.clipboard.readText()")
+
+
 class OwnTime:
     """Seconds since it was made that do not depend on what else the machine does.
 

@@ -133,7 +133,7 @@ def look_at(page, place):
     assert page.evaluate(OUTSIDE) == [], place
     page.set_viewport_size(WIDE)
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDE["width"], place
-    assert page.evaluate(OUTSIDE) == [] == page.evaluate(BLANK), place
+    assert until(lambda: page.evaluate(OUTSIDE) == [] == page.evaluate(BLANK)), place
     assert until(lambda: page.evaluate(UNEXPLAINED) == []), place
     assert page.evaluate("document.querySelector('noscript').textContent").startswith("<p"), place
 
@@ -174,15 +174,12 @@ def test_sixty_checkpoints_fit_three_thousand_pixels_of_a_phone(watched, odd_add
 
 def test_a_button_takes_clicks_once_the_scripts_of_its_page_have_run(new_page, address):
     page, held = new_page(), []
-
-    def hold(route):
-        held.append(route)
-
     page.goto(address)
-    page.route(re.compile(r"/static/foot\.js"), hold)
+    page.route(re.compile(r"/static/foot\.js"), lambda route: held.append(route))
     page.get_by_role("link", name="Trends over steps").click(no_wait_after=True)
     button = page.get_by_role("button", name="by time")
     expect(button).to_have_css("pointer-events", "none")
+    assert until(lambda: page.wait_for_timeout(10) or held), "its script is asked for"
     held.pop().continue_()
     button.click()
     expect(button).to_have_attribute("aria-pressed", "true")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import treeckpt as tc
-from tests.browser.helpers import SCHEMES, expect_phone_width
+from tests.browser.helpers import SCHEMES, copied, expect_phone_width
 from tests.helpers.killed_saves import leave_killed
 from tests.helpers.large import write_many
 from tests.helpers.samples import write_metrics
@@ -36,16 +36,14 @@ def test_which_step_can_i_resume_from_takes_no_click(watched, serve, tmp_path):
     expect(page).to_have_url(re.compile("best=loss%3Amin"))
     expect(rows.nth(1)).to_contain_text("200")
     assert all(row.bounding_box()["y"] < 600 for row in rows.all()), "nobody has to scroll"
-    panel.get_by_role("button", name="Copy Manager, Best").click()
-    expect(panel.get_by_role("button", name="Copy Manager, Best")).to_have_text("Copied")
-    text = page.evaluate("navigator.clipboard.readText()")
+    text = copied(panel.get_by_role("button", name="Copy Manager, Best"))
     assert (
         text == f"import treeckpt as tc\nmanager = tc.Manager('{run}', keep=None)\nstate = manager.restore(step=200)\n"
     )
     panel.get_by_role("button", name="CLI", exact=True).click()
     expect(page).to_have_url(re.compile("snippet=command"))
-    panel.get_by_role("button", name="Copy CLI, Newest good").click()
-    assert page.evaluate("navigator.clipboard.readText()") == f"treeckpt verify {run / 'step_00000300'}\n"
+    command = copied(panel.get_by_role("button", name="Copy CLI, Newest good"))
+    assert command == f"treeckpt verify {run / 'step_00000300'}\n"
     page.reload()
     expect(panel.get_by_role("button", name="Copy CLI, Newest good")).to_be_visible()
     expect(panel.get_by_role("button", name=re.compile("Copy Manager"))).to_have_count(0)
@@ -123,11 +121,14 @@ def test_any_run_step_or_leaf_is_reached_by_keys_alone(watched, place):
     page.get_by_role("dialog").get_by_role("option").filter(has_text="late").click()
     expect(page.get_by_role("heading", name="Step 100")).to_be_visible()
     expect(page.get_by_role("button", name="Go to a run, a step or a leaf")).to_be_visible()
+    page.wait_for_load_state("load")  # its scripts take keys
     page.keyboard.press("Control+k")
     page.keyboard.type("late step_00000300")
     page.keyboard.press("Enter")  # before the list has followed
     expect(page.get_by_role("heading", name="Step 300")).to_be_visible()
+    page.wait_for_load_state("load")
     page.keyboard.press("Control+k")
+    expect(field).to_be_focused()
     page.keyboard.press("Escape")
     expect(field).to_be_hidden()
 

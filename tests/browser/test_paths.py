@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.browser.helpers import expect_colours
+from tests.browser.helpers import copied, expect_colours
 from tests.helpers.samples import write_checkpoint
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -167,16 +167,10 @@ def test_code_of_a_block_of_a_region_and_of_a_rank_is_copied_and_runs_as_it_is(w
     page = watched(step_700, permissions=["clipboard-read", "clipboard-write"])
     codes = []
 
-    def copied(button):
-        page.evaluate("navigator.clipboard.writeText('')")
-        button.click()
-        expect(page.get_by_text("Copied", exact=True)).to_be_visible()
-        codes.append(page.evaluate("navigator.clipboard.readText()"))
-
     page.get_by_role("treeitem", name=re.compile("^model ")).click()
     page.get_by_role("treeitem", name=re.compile(r"^layers\.0\.\.5 ?×6 ")).click()
     page.get_by_label("block", exact=True).fill("2")
-    copied(page.locator("#picked").get_by_role("button", name="Copy load snippet"))
+    codes.append(copied(page.locator("#picked").get_by_role("button", name="Copy load snippet")))
     page.get_by_role("link", name="wte.weight", exact=True).click()
     expect(page.locator("#map-text")).to_contain_text("2 regions")
     box = page.locator("#map-canvas").bounding_box()
@@ -188,10 +182,12 @@ def test_code_of_a_block_of_a_region_and_of_a_rank_is_copied_and_runs_as_it_is(w
     dragged = page.get_by_label("Region", exact=True).input_value()
     page.get_by_role("button", name=f"Peek {dragged}").click()
     expect(page.locator("#peek-text")).to_contain_text(f"[{dragged}]")
-    copied(page.get_by_role("button", name=re.compile("^Copy load snippet of ")))
+    codes.append(copied(page.get_by_role("button", name=re.compile("^Copy load snippet of "))))
     page.get_by_role("link", name="Reshard").click()
     expect(page.locator(".tile", has_text="Ranks")).to_contain_text("4")
-    copied(page.get_by_role("row", name=re.compile("^rank 3 ")).get_by_role("button", name="Copy the code"))
+    codes.append(
+        copied(page.get_by_role("row", name=re.compile("^rank 3 ")).get_by_role("button", name="Copy the code"))
+    )
     whole = tc.load(run / "step_00000700", fallback=tc.Fallback(per_rank="take"))["model"]
     made = [{}, {}, {}]
     for code, names in zip(codes, made, strict=True):

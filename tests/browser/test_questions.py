@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.browser.helpers import OwnTime, at_the_end
+from tests.browser.helpers import OwnTime, at_the_end, copied
 from tests.dashboard.helpers import under_way
 from tests.helpers.dozen_runs import NAN_INDEX, NAN_LEAF, NAN_STEP, SLOW_SINCE, STEPS, write_dozen
 from tests.helpers.killed_saves import leave_killed
@@ -64,9 +64,7 @@ class Person:
 
     def copied(self, button):
         """The text that a button copies."""
-        self.click(button)
-        expect(self.page.get_by_text("Copied", exact=True)).to_be_visible()
-        return self.page.evaluate("navigator.clipboard.readText()")
+        return copied(button, self.click)
 
     def row(self, name):
         """The row that is called so from its beginning on."""
@@ -365,7 +363,7 @@ def test_in_which_row_of_a_table_an_id_is(person, runs):
     person.go_to("emb/ids")
     person.type(person.page.get_by_role("textbox", name="Id"), "7")
     found = person.page.get_by_role("region", name="Row of an id")
+    person.see("Id 7 is in row 3 of 6", "10, 11, 12, 13", at=found)  # the values of its row of step 2
     start, stop = map(int, re.search(r"bytes (\d+):(\d+)", found.inner_text()).groups())
     [shard] = (runs["tables"] / "step_00000002").glob("*.safetensors")
     assert shard.read_bytes()[start:stop] == (7).to_bytes(8, "little")
-    person.see("Id 7 is in row 3 of 6", "10, 11, 12, 13", at=found)  # the values of its row of step 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.browser.helpers import SCHEMES, expect_phone_width
+from tests.browser.helpers import SCHEMES, copied, expect_phone_width
 from tests.helpers.samples import gpt_state
 
 expect = pytest.importorskip("playwright.sync_api").expect
@@ -52,10 +52,9 @@ def test_a_leaf_a_region_of_it_its_table_and_its_picture_are_downloaded(leaf):
 
 def test_the_link_and_the_json_of_a_page_are_those_of_what_it_shows(leaf):
     leaf.get_by_role("button", name="by file").click()
-    leaf.get_by_role("button", name="Copy link").click()
-    expect(leaf.get_by_role("button", name="Copied")).to_be_visible()
-    assert leaf.evaluate("navigator.clipboard.readText()") == leaf.url and "by=file" in leaf.url
+    assert copied(leaf.get_by_role("button", name="Copy link")) == leaf.url and "by=file" in leaf.url
     leaf.get_by_role("link", name="This page as JSON").click()
+    leaf.wait_for_url(re.compile(r"/api/v1/"))
     assert json.loads(leaf.locator("body").inner_text())["path"] == "model/wte.weight"
 
 
@@ -99,7 +98,7 @@ def test_the_first_tab_skips_to_the_content(page):
     expect(skip).to_be_focused()
     expect(skip).to_be_in_viewport(ratio=1)
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
+    expect(page.locator("#main")).to_be_focused()
 
 
 def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(watched, step_700):
@@ -114,7 +113,7 @@ def test_the_smallest_area_of_a_treemap_has_its_name_under_the_pointer(watched, 
     expect(tip).to_be_visible()
     assert tip.inner_text() == page.locator("#treemap-text").inner_text() != smallest
     page.locator("summary", has_text="Areas as a table").click()
-    assert page.locator("#treemap-table tbody tr").count() > 150
+    expect(page.locator("#treemap-table tbody tr").nth(150)).to_be_attached()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -404,7 +404,7 @@ def named(tmp_path_factory):
 
 def run_process(*arguments, **options):
     command = [sys.executable, "-m", "treeckpt._cli.main", *map(str, arguments)]
-    return subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=60, **options)
+    return subprocess.run(command, check=False, stderr=subprocess.PIPE, timeout=300, **options)
 
 
 @pytest.mark.parametrize("what", [(), ("--structure",), ("--json",)])

@@ -134,6 +134,7 @@ def test_steps_in_a_bucket_go(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
         tc.save(f"{url}/{step_name(step)}", {"n": step}, step=step)
     tc.ObjectStore(f"{url}/{step_name(2)}").publish("index.json", b"{broken", replace=True)
     tc.ObjectStore(f"{url}/{step_name(3)}").delete("index.json")
+    wait_for_late_requests()  # the records of the saves are deleted
     assert main(["rm", url, "2", "3", "--yes"]) == 0
     wait_for_late_requests()
     assert tc.ObjectRun(url).names() == [step_name(1)]

@@ -140,14 +140,14 @@ def test_a_cancelled_job_keeps_what_it_has_found_and_calls_nothing_verified(many
         take(job, message)
         if isinstance(message, verify.Found):
             held.set()
-            go_on.wait(60)
+            go_on.wait(300)
         if isinstance(message, verify.Result):
             pytest.fail("it was killed before its end")
 
     monkeypatch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", "import time\n" + SLOW))
     monkeypatch.setattr(verify._Job, "take", hold)
     client.get(at, params={"action": "start"})
-    assert held.wait(60) and client.get(at).json()["job"]["total"] == 1, "what was found shows while it runs"
+    assert held.wait(300) and client.get(at).json()["job"]["total"] == 1, "what was found shows while it runs"
     client.get(at, params={"action": "cancel"})
     go_on.set()
     assert until(lambda: not client.get(at).json()["running"])

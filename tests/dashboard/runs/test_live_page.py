@@ -20,7 +20,9 @@ from treeckpt_dashboard.store import watch
 from treeckpt_dashboard.store.library import Library
 
 
-def test_a_save_under_way_is_live_with_rate_eta_and_what_it_waits_for(serve, tmp_path):
+def test_a_save_under_way_is_live_with_rate_eta_and_what_it_waits_for(serve, tmp_path, monkeypatch):
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now)  # the rate falls with time that passes without news
     write_many(tmp_path / "run", 1)
     under_way(tmp_path / "run" / "step_00000007", [(500, "write"), (1000, "commit"), (1000, "commit"), (500, "write")])
     client = serve(tmp_path / "run")

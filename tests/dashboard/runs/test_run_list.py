@@ -171,11 +171,11 @@ def test_pages_of_many_checkpoints_are_quick_to_sort(many):
     library.watches[run.id] = RunWatcher(store, lambda f: DirectoryState(named[f.name], 1), clock=lambda: 0.0)
     library.watches[run.id].refresh(wait=300)
     run_page(library, failures)
-    started = time.process_time()
+    started = time.thread_time()  # without that of scans of other tests
     for sort in ("newest", "-time", "bytes"):
         page = run_page(library, failures, ListQuery(sort=sort, q="step", keep="last:3"))
         assert page.run.matching == 10_000
-    assert time.process_time() - started < 1.5
+    assert time.thread_time() - started < 1.5
 
 
 def test_abandoned_branches_are_shown_behind_the_lineage_with_what_follows_what(serve, tmp_path):
@@ -239,6 +239,7 @@ def test_a_run_is_paged_at_100(serve, tmp_path):
     for step in range(1, 131):
         (tmp_path / f"step_{step:08d}").mkdir()
     client = serve(tmp_path)
+    page(client)
     [first] = client.get("/api/v1/runs").json()["runs"]
     assert (len(first["checkpoints"]), first["next"], first["total"]) == (100, 100, 130)
     rest = client.get(f"/api/v1/runs/{first['id']}", params={"start": 100}).json()["run"]

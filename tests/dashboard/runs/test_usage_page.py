@@ -22,6 +22,7 @@ from treeckpt._runs.run import RunDirectory
 from treeckpt.policy import Last
 from treeckpt_dashboard.pages.checkpoints import Status
 from treeckpt_dashboard.pages.render import days_text, span_text
+from treeckpt_dashboard.runs import usage as usage_module
 from treeckpt_dashboard.runs.usage import CleanUpPlans
 from treeckpt_dashboard.store.watch import ScanProgress
 
@@ -78,7 +79,8 @@ def test_bytes_of_a_reason_are_those_that_would_go_without_it(serve, tmp_path):
     assert (reason["reason"], reason["nbytes"], reason["alone"]) == ("newest", own[4] + frozen, own[4] + frozen)
 
 
-def test_requests_at_a_time_wait_for_one_plan(serve, tmp_path):
+def test_requests_at_a_time_wait_for_one_plan(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(usage_module, "PLAN_WAIT", 300.0)  # of the request that starts it
     client = serve(write_many(tmp_path / "run", 6))
     usage_when_made(client)
     plans, [run] = client.app.state.services[CleanUpPlans], client.app.state.library.runs

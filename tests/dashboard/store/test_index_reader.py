@@ -77,6 +77,7 @@ def test_a_large_index_that_is_damaged_says_so(tmp_path):
 
 def test_a_reader_that_is_killed_makes_an_error_not_a_server_that_hangs(large, tmp_path, monkeypatch):
     monkeypatch.setattr(index_reader, "TIMEOUT", 0.01)
+    hold_readers(monkeypatch, tmp_path / "never")
     client = client_of(large, tmp_path)
     [run] = client.get("/api/v1/runs").json()["runs"]
     answer, _ = get_when_read(client, f"/api/v1/checkpoints/{run['checkpoints'][0]['id']}")
@@ -141,7 +142,7 @@ def test_a_want_of_memory_says_nothing_of_the_checkpoint(tmp_path, monkeypatch):
         want = "import treeckpt_dashboard.store.index_reader as r\ndef fail(*_): raise MemoryError\n"
         want += "r.limit_resources = fail\n"
         patch.setattr(jobs, "PROGRAM", jobs.PROGRAM.replace("sys.exit(", want + "sys.exit("))
-        patch.setattr(index_reader, "REQUEST_WAIT_SECONDS", 60.0)
+        patch.setattr(index_reader, "REQUEST_WAIT_SECONDS", 300.0)
         with pytest.raises(StoreError, match="of memory"):
             reader.foreign_outline(str(tmp_path / "x.pt"), version)
     [(error, until)] = reader._failed.values()

@@ -52,6 +52,8 @@ def test_a_request_that_goes_on_with_a_run_that_is_gone_keeps_nothing(tmp_path):
     library._look_for_runs([run for run, _ in library._given])
     assert library.checkpoints(goes, wait=300) == [] and len(library.checkpoints(stays, wait=300)) == 1
     assert list(library.watches) == [stays.id]
+    for kept in (library._lists, library._unread, library._reduced):
+        assert kept.keys() <= {stays.id}
 
 
 def test_ids_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
@@ -95,4 +97,4 @@ def test_pages_leave_no_file_of_a_run_open(tmp_path):
     finally:
         gc.enable()
     gc.collect()
-    assert files_open(tmp_path / "cache") == []
+    assert until(lambda: files_open(tmp_path / "cache") == [])

@@ -3,6 +3,7 @@
 import pytest
 
 import treeckpt as tc
+from tests.dashboard.helpers import page
 from tests.helpers.dozen_runs import write_rolled_back
 from tests.helpers.large import spans_of_ranks, write_timed
 from tests.helpers.samples import START_NS, write_run
@@ -28,7 +29,7 @@ def test_trends_are_the_complete_checkpoints_by_step(client, serve, tmp_path, ru
 def test_trends_are_listed_100_at_a_time(serve, tmp_path):
     write_run(tmp_path, steps=tuple(range(1, 104)), tree={"x": 1}, world=1)
     client = serve(tmp_path)
-    [run] = client.get("/api/v1/runs").json()["runs"]
+    run = page(client).json()["run"]
     assert client.get(f"/api/v1/runs/{run['id']}/trends").json()["next"] == 100
     assert client.get(f"/runs/{run['id']}/trends?start=100").text.count("changes</a>") == 3
 

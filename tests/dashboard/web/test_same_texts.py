@@ -54,7 +54,7 @@ def test_the_server_and_the_scripts_write_the_same_texts():
         pytest.skip("node is not installed: the texts of scripts are not compared")
     asked = list(columns())
     command = [node, "--input-type=module", "--eval", SCRIPT]
-    ran = subprocess.run(command, input=json.dumps(asked), cwd=STATIC, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, input=json.dumps(asked), cwd=STATIC, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     for (name, values), texts in zip(asked, json.loads(ran.stdout), strict=True):
         assert list(map(MAKES[name](values), values)) == texts, (name, values)
