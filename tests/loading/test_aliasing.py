@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 import treeckpt as tc
-from tests.helpers.world import on_ranks
+from tests.helpers.world import LONG, on_ranks
 from treeckpt._arrays import overlaps
 from treeckpt._arrays.base import HostArray, StridedMemory
 from treeckpt._loading import aliasing
@@ -231,7 +231,7 @@ def test_each_rank_judges_its_own_pieces(tmp_path: Path) -> None:
         pieces = [tc.Sharded(row, (2, 3), (comm.rank, 0)) for row in (rows[comm.rank], rows[comm.rank].detach())]
         tc.load_into(tmp_path / "x", dict(zip("ab", pieces, strict=True)), comm=comm)
 
-    found = on_ranks(2, load, timeout=30)
+    found = on_ranks(2, load, timeout=LONG)
     assert found[0].error is None and torch.equal(rows[0], A[:1]), "of rank 0's rows nothing differs"
     assert isinstance(found[1].error, tc.MismatchError) and not rows[1].any()
 

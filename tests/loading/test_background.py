@@ -99,19 +99,24 @@ def test_a_forked_child_is_told_that_the_load_is_not_its_own(path: Path) -> None
 
 
 PROGRAM = """
-import sys, time
+import sys, threading, time
 import treeckpt as tc
+from treeckpt._loading.background import _EXITING
+
+begun = threading.Event()
 
 class Slow(tc.LocalStore):
     def read_into(self, *arguments, **options):
         print("reading", flush=True)
+        begun.set()
+        _EXITING.wait(240)  # the end comes while reads are under way, however late the main thread gets to it
         time.sleep(0.2)
         return super().read_into(*arguments, **options)
     read_parts = lambda self, *arguments, **options: False
     mapped = None
 
 pending = tc.load_async(Slow(sys.argv[1]), read=tc.ReadOptions(memory=1 << 20))
-time.sleep(0.5)
+assert begun.wait(240)
 assert not pending.done()
 raise SystemExit(3)
 """

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from treeckpt._cli.main import main
 
 TRAIN = """
 import dataclasses, enum, typing
@@ -127,10 +128,10 @@ def test_a_part_without_its_class_is_converted_and_shown(tmp_path: Path, kind: s
 def test_show_prints_a_checkpoint_whose_classes_are_missing(tmp_path: Path, train: Any) -> None:
     tree = {kind: make(train) for kind, make in KINDS.items()}
     path = without_class(tmp_path / "c", {"model": weights(), "config": tree})
-    for more in ([], ["model/w"], ["config/dataclass/table"], ["--structure"], ["--json"]):
-        command = [sys.executable, "-m", "treeckpt", "show", str(path), *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-m", "treeckpt", "show", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for more in (["model/w"], ["config/dataclass/table"], ["--structure"], ["--json"]):
+        assert main(["show", str(path), *more]) == 0
 
 
 def test_what_is_left_out_of_a_class_is_one_ellipsis_and_a_class_with_a_loaded_leaf_stays(
