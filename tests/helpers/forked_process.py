@@ -59,6 +59,11 @@ class ForkedProcess:
         if not self._ended:
             os.kill(self.pid, signum)
 
+    def freeze(self) -> None:
+        """Stops it, and waits until none of its threads runs any more; SIGCONT lets it go on."""
+        self.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
     def end(self) -> None:
         """Kills it, wherever it is."""
         self.send_signal(signal.SIGKILL)
