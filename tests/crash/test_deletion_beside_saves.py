@@ -78,7 +78,10 @@ def python(code: str, *command: str) -> Iterator[subprocess.Popen[str]]:
 @needs_strace
 @pytest.mark.parametrize("seconds", [0.7, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_a_save_of_a_step_that_is_slowly_being_deleted_stays(tmp_path: Path, seconds: float) -> None:
-    """Every call that takes the index away, or brings it, waits in the process that deletes."""
+    """Every call that takes the index away, or brings it, waits in the process that deletes.
+
+    Behind the first one that process stops until it has been seen that the deletion has begun.
+    """
     calls = "?unlink,unlinkat,?rename,?renameat,renameat2"
     with contextlib.ExitStack() as deleters:
         for name, code in DELETERS.items():

@@ -109,6 +109,8 @@ RECORD = "publish progress-"
 class Switch:
     """Counts a rank's store calls; at number `at` something happens: before the call takes effect, or after it.
 
+    Where the record of a save under way is written again, that does not count: a slow save does so more often.
+
     Args:
         at: counted from 0; None never.
         act: what happens, by default an OSError.
@@ -126,14 +128,17 @@ class Switch:
         self.at, self.after, self.act, self.names = at, after, act or fail, names
         self.calls: list[str] = []
         self.fired = ""
-        self._lock = threading.Lock()
+        self._lock, self._records = threading.Lock(), set[str]()
 
     def __call__(self, name: str, effect: Callable[[], Any]) -> Any:
         if self.names is not None and (name.partition(" ")[0] not in self.names or name.startswith(RECORD)):
             return effect()
         with self._lock:
-            now = len(self.calls) == self.at
-            self.calls.append(name)
+            renewed = name in self._records
+            if name.startswith(RECORD):
+                self._records.add(name)
+            now = len(self.calls) == self.at and not renewed
+            self.calls += [] if renewed else [name]
             if now:
                 self.fired = name
         if now and not self.after:
