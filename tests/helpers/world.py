@@ -17,6 +17,7 @@ from treeckpt._io.comm.comm import Comm, thread_comms
 from treeckpt._io.storage.store import DirectoryEntry, Store, VersionTag, Writer
 
 __all__ = [
+    "LIMIT",
     "LONG",
     "Faulty",
     "Outcome",
@@ -36,7 +37,7 @@ __all__ = [
 LONG = 60.0
 """Seconds that nothing takes, however busy the machine is: for waits that are to end sooner."""
 LIMIT = 240.0
-"""Seconds after which ranks count as hung."""
+"""Seconds after which ranks, and saves in the background, count as hung."""
 
 
 class Outcome(msgspec.Struct):
