@@ -24,10 +24,10 @@ from tests.helpers.s3 import S3
 
 from . import interrupting
 
-LONGEST = 60.0
-"""Seconds that no call may take: a save of a few MiB, and what waits for an interrupted rank. A comm's limit is 600."""
+LONGEST = 15.0
+"""Seconds that no call may take: a save of a few MiB, and what waits for an interrupted rank."""
 PATIENCE = 60.0
-"""The same on a busy machine; far less than the 300 of a comm."""
+"""The same on a busy machine; far less than the 600 of a comm."""
 
 
 def _answer(process: ForkedProcess) -> str:
