@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -99,6 +100,14 @@ def test_what_takes_too_long_is_cut_and_what_is_slow_is_measured_once(
     monkeypatch.setattr(measure_remote, "remote_checkpointers", lambda endpoint: [OneFile(endpoint)])
     monkeypatch.setattr(measure_remote, "PATIENCE", 0.3)
     monkeypatch.setattr(measure_remote, "SLOW", 0.2)
+    measure = measure_remote.measure_work
+
+    def measure_loads_as_quick(work: Any) -> Any:
+        """On a busy machine a load, which asks the server nothing, may take longer than `PATIENCE` too."""
+        usage, summed, loaded = measure(work)
+        return usage if loaded is None else msgspec.structs.replace(usage, seconds=0.1), summed, loaded
+
+    monkeypatch.setattr(measure_remote, "measure_work", measure_loads_as_quick)
     far = Link(600, 1000)
     [[save, load]] = measure_remote.run_remote(task(tmp_path, links=(far,), repetitions=2))
     assert (save.seconds, save.cut) == (0.3, True)

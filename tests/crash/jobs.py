@@ -7,6 +7,7 @@ killed from here. Every line that is printed is one case.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -97,7 +98,8 @@ class Job:
         found: list[int] = []
         for pid in self.pids:
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += [int(child) for child in task.read_text().split()]
+                with contextlib.suppress(FileNotFoundError):  # a thread that has ended since
+                    found += [int(child) for child in task.read_text().split()]
         return [*found, *(pid for pid in self.pids if not gone(pid))]
 
     def end(self) -> None:

@@ -3,7 +3,8 @@
     python -m tests.crash.loader_training RUN LOADER CONTEXT WORKERS [--late] [--torn] [--exit]
 
 LOADER is `plain` or `stateful`, CONTEXT how workers start. `--late` listens to the signal only once the workers run,
-which so die of it. `--torn` makes the loader's error come inside of a step of the optimizer.
+which so die of it, and has the loop wait for a batch that does not come before it says that it trains. `--torn` has it
+wait inside of a step of the optimizer, so that the loader's error comes there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +23,34 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import treeckpt as tc
 
+BATCH = 4
+LAST = 3
+"""The step behind which, with `--late`, no batch comes."""
+
 
 class Numbers(Dataset[torch.Tensor]):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, *, ends: bool) -> None:
+        self.ends = ends
 
     def __len__(self) -> int:
         return 1 << 20
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.seconds)
+        time.sleep(600 if self.ends and index >= (1 + LAST) * BATCH else 0.005)
         return torch.full((16,), float(index % 7))
+
+
+def tell_of_waiting(batches: Any) -> None:
+    """Has an iterator of a loader say that it trains when it begins to wait for the batch that does not come."""
+    receive, told = batches._try_get_data, list[bool]()
+
+    def receiving(*arguments: Any, **options: Any) -> Any:
+        if batches._rcvd_idx == 1 + LAST and not told:
+            told.append(True)
+            print("training", flush=True)
+        return receive(*arguments, **options)
+
+    batches._try_get_data = receiving
 
 
 def main(arguments: list[str]) -> int:
@@ -55,12 +74,13 @@ def main(arguments: list[str]) -> int:
     with tc.Manager(options.run, every=100_000) as manager:
         if not options.late:
             manager.save_on_signal(exit=options.exit)
-        data = Numbers(0.2 if options.late and not options.torn else 0.005)  # the loop waits for it nearly all the time
-        loader = kind(data, batch_size=4, num_workers=options.workers, multiprocessing_context=options.context)
+        data = Numbers(ends=options.late)
+        loader = kind(data, batch_size=BATCH, num_workers=options.workers, multiprocessing_context=options.context)
         batches = iter(loader)
         next(batches)
         if options.late:
             manager.save_on_signal(exit=options.exit)
+            tell_of_waiting(batches)
         manager.resume(model, optimizer, scheduler=scheduler)
         if options.torn:
             optimizer.register_step_pre_hook(lambda *_: [next(batches) for _ in range(1000)] and None)
@@ -71,7 +91,7 @@ def main(arguments: list[str]) -> int:
             if dist.is_initialized():
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
-            if step == 3:
+            if step == LAST and not options.late:
                 print("training", flush=True)
             optimizer.step()
             scheduler.step()

@@ -23,7 +23,7 @@ import treeckpt as tc
 import treeckpt.training
 
 AHEAD = 8
-"""Steps that are trained before a kill, at most."""
+"""Steps that are trained before a kill is ordered, at most. Behind them comes one more: no training ends before it."""
 
 
 def train(directory: Path, steps: int, kill_after: int | None, delay: float) -> None:
@@ -46,6 +46,8 @@ def train(directory: Path, steps: int, kill_after: int | None, delay: float) -> 
                 threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if manager.should_save(step):
                 manager.save(step, tc.training.state(model, optimizer, scheduler=scheduler))
+            if kill_at is not None and step > kill_at:
+                threading.Event().wait()
         if kill_at is not None:
             os.kill(os.getpid(), signal.SIGKILL)
     end = repr([p.tolist() for p in model.parameters()]) + repr(torch.get_rng_state().tolist())

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import treeckpt as tc
+from tests.helpers.background import writer_pid
 from treeckpt._core.format.files import step_of
 from treeckpt._io.storage.kept_files import hold_lease
 from treeckpt._io.storage.open import open_store
@@ -92,6 +93,7 @@ def save(path: str, how: str, seed: int) -> None:
     store: Any = open_store(path)
     if how == "background":
         tc.save_async(path, tree_of(seed), overwrite=True).wait_staged()
+        tell("writer", os.getpid(), writer_pid())
         die()
     if how == "reading":
         with hold_lease(open_store(path)):

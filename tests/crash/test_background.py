@@ -16,7 +16,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import ROOT, Hooked, calls_of, gone, run_program, session, until, writer_pid
-from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
+from tests.helpers.world import LIMIT, LONG, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.comm.comm import Comm, SoloComm, thread_comms
 
@@ -203,7 +203,7 @@ while True:  # a signal that comes between the interpreter's check and the call 
 def test_a_writer_killed_at_any_call_fails_its_save_and_no_other(tmp_path: Path) -> None:
     comm = SoloComm()
     count = tmp_path / "count"
-    tc.save_async(Hooked(tmp_path / "d", count), small_tree(0, 1, seed=2), comm=comm).result(60)
+    tc.save_async(Hooked(tmp_path / "d", count), small_tree(0, 1, seed=2), comm=comm).result(LIMIT)
     calls = calls_of(count)
     assert len(calls) >= 7 and calls[-2] == f"publish {INDEX_NAME}"
     last = len(calls) - 1
@@ -218,11 +218,11 @@ def test_a_writer_killed_at_any_call_fails_its_save_and_no_other(tmp_path: Path)
             overwrite=True,
         )
         with pytest.raises(tc.CheckpointError, match="killed by SIGKILL") as caught:
-            pending.result(60)
+            pending.result(LIMIT)
         assert caught.value.path == str(path)
         assert ("index is in place" in str(caught.value)) == (at == last)
         assert_holds(path, seed=2 if at == last else 1)
-        tc.save_async(path, small_tree(0, 1, seed=3), comm=comm, overwrite=True).result(60)
+        tc.save_async(path, small_tree(0, 1, seed=3), comm=comm, overwrite=True).result(LIMIT)
         assert_holds(path, seed=3)
     session(comm).writer.end()
 
@@ -244,7 +244,7 @@ def test_a_writer_killed_on_one_rank_is_named_on_all(tmp_path: Path, call: str, 
     def act(comm: Comm) -> Any:
         at = names.index(call) if comm.rank == culprit else None
         store = Hooked(tmp_path / "c", tmp_path / f"log{comm.rank}", at, "kill")
-        return tc.save_async(store, small_tree(comm.rank, 2, seed=2), comm=comm, overwrite=True).result(60)
+        return tc.save_async(store, small_tree(comm.rank, 2, seed=2), comm=comm, overwrite=True).result(LIMIT)
 
     for error in errors_of(on_ranks(comms, act)):
         assert isinstance(error, tc.RankError) and list(error.ranks) == [culprit] and "SIGKILL" in str(error)
@@ -252,7 +252,7 @@ def test_a_writer_killed_on_one_rank_is_named_on_all(tmp_path: Path, call: str, 
     assert_holds(tmp_path / "c", seed=1)
     outcomes = on_ranks(
         comms,
-        lambda c: tc.save_async(tmp_path / "c", small_tree(c.rank, 2, seed=3), comm=c, overwrite=True).result(60),
+        lambda c: tc.save_async(tmp_path / "c", small_tree(c.rank, 2, seed=3), comm=c, overwrite=True).result(LIMIT),
     )
     assert errors_of(outcomes) == [None, None]
     assert_holds(tmp_path / "c", seed=3)
@@ -262,13 +262,13 @@ def test_a_writer_killed_on_one_rank_is_named_on_all(tmp_path: Path, call: str, 
 
 def test_a_writer_that_hangs_is_given_up_on(tmp_path: Path) -> None:
     comm = SoloComm()
-    tc.save_async(tmp_path / "a", {"n": 1}, comm=comm).result(60)
+    tc.save_async(tmp_path / "a", {"n": 1}, comm=comm).result(LIMIT)
     pid = writer_pid(comm)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(tc.CheckpointError, match=r"silent for 1 s"):
-        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(timeout=1.0)).result(60)
+        tc.save_async(tmp_path / "b", {"n": 2}, comm=comm, background=tc.BackgroundOptions(timeout=1.0)).result(LIMIT)
     assert gone(pid)
-    assert tc.save_async(tmp_path / "b", {"n": 3}, comm=comm).result(60) is not None
+    assert tc.save_async(tmp_path / "b", {"n": 3}, comm=comm).result(LIMIT) is not None
     session(comm).writer.end()
 
 

@@ -43,6 +43,17 @@ except tc.CheckpointError as error:  # it looked after the save had begun
 """,
     "retention": "import treeckpt as tc; tc.Manager(RUN, background=False, keep=1).save(3, {'n': 3})",
 }
+MET = """
+import os, sys, time
+def meet(event, arguments):
+    if event in ("os.remove", "os.rename") and f"{arguments[0]}" == INDEX and not os.path.exists(BEGUN):
+        if any(name.startswith(("deleting", "deleted")) for name in os.listdir(os.path.dirname(INDEX))):
+            open(BEGUN, "x").close()
+            while not os.path.exists(SEEN):
+                time.sleep(0.01)
+sys.addaudithook(meet)
+"""
+"""Has a program wait before it takes away an index that is marked as being deleted, until the mark has been seen."""
 needs_strace = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
@@ -78,7 +89,10 @@ def python(code: str, *command: str) -> Iterator[subprocess.Popen[str]]:
 @needs_strace
 @pytest.mark.parametrize("seconds", [0.7, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_a_save_of_a_step_that_is_slowly_being_deleted_stays(tmp_path: Path, seconds: float) -> None:
-    """Every call that takes the index away, or brings it, waits in the process that deletes."""
+    """Every call that takes the index away, or brings it, waits in the process that deletes.
+
+    Before the first one that follows the mark of a deletion it waits until that mark has been seen.
+    """
     calls = "?unlink,unlinkat,?rename,?renameat,renameat2"
     with contextlib.ExitStack() as deleters:
         for name, code in DELETERS.items():
@@ -87,11 +101,15 @@ def test_a_save_of_a_step_that_is_slowly_being_deleted_stays(tmp_path: Path, sec
                 tc.save(run / step_name(step), {"n": step}, step=step)
             inject = f"inject={calls}:delay_enter={int(seconds * 1e6)}"
             only = ["-P", str(run / step_name(1) / "index.json"), "-e", f"trace={calls}", "-e", inject]
-            deleters.enter_context(python(f"RUN = {str(run)!r}\n{code}", "strace", "-f", "-o", "/dev/null", *only))
+            at = [str(run / step_name(1) / "index.json"), f"{run}.begun", f"{run}.seen"]
+            code = f"RUN = {str(run)!r}\nINDEX, BEGUN, SEEN = {at}\n{MET}\n{code}"
+            deleters.enter_context(python(code, "strace", "-f", "-o", "/dev/null", *only))
 
         def save_once_a_deletion_has_begun(name: str) -> None:
             path = tmp_path / name / step_name(1)
-            assert until(lambda: bool(kinds_in(path) & {"deleting", "deleted"})), name
+            assert until((tmp_path / f"{name}.begun").exists), name
+            assert kinds_in(path) & {"deleting", "deleted"}, name
+            (tmp_path / f"{name}.seen").touch()
             tc.save(path, {"n": 10}, step=1, overwrite=True, comm=SoloComm())
 
         with ThreadPoolExecutor(len(DELETERS)) as savers:

@@ -24,7 +24,7 @@ from tests.crash.kills import switched
 from tests.crash.syscalls import why_not
 from tests.helpers.background import files_open
 from tests.helpers.elsewhere import elsewhere
-from tests.helpers.world import Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
+from tests.helpers.world import LIMIT, Faulty, Switch, assert_holds, seed_of, small_tree, whole_tree
 from treeckpt._core.format.files import step_name
 from treeckpt._core.format.index import INDEX_NAME
 from treeckpt._io.storage import local_files, local_store
@@ -39,7 +39,7 @@ PAGE = 4096
 def save(path: Any, seed: int, *, background: bool = False, **options: Any) -> None:
     options = {"overwrite": True, **options}
     if background:
-        tc.save_async(path, small_tree(0, 1, seed=seed), **options).result(60)
+        tc.save_async(path, small_tree(0, 1, seed=seed), **options).result(LIMIT)
     else:
         tc.save(path, small_tree(0, 1, seed=seed), **options)
 

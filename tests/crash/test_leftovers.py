@@ -20,7 +20,7 @@ import pytest
 import treeckpt as tc
 from tests.crash.disks import fill, small_disk
 from tests.crash.saver import NBYTES, tree_of
-from tests.helpers.background import until
+from tests.helpers.background import gone, until
 from tests.helpers.s3 import S3, wait_for_late_requests
 from tests.helpers.world import assert_equal
 from treeckpt._cli.main import main
@@ -84,7 +84,11 @@ class Savers:
     def save(self, path: object, how: str, seed: int = 0) -> None:
         """One save in a process of its own, which ends as it is told."""
         expected = {"well": 0, "interrupt": 130, "interrupt late": 130}.get(how, -signal.SIGKILL)
-        assert self.end_of(self.start(path, how, seed)) == expected
+        pid = self.start(path, how, seed)
+        assert self.end_of(pid) == expected
+        if how == "background":
+            writer = self.hear("writer", pid)[2]
+            assert until(lambda: gone(writer)), "writers end with their parent"
 
     def close(self) -> None:
         assert self.process.stderr is not None

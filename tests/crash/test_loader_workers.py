@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def signalled(process: subprocess.Popen[str], ranks: int = 1) -> str:
     while lines.count("training\n") < ranks:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     return "".join(lines) + process.communicate(timeout=LIMIT)[0]
 

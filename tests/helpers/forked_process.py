@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import IO
 
 
@@ -59,6 +60,11 @@ class ForkedProcess:
         if not self._ended:
             os.kill(self.pid, signum)
 
+    def freeze(self) -> None:
+        """Stops it, and waits until none of its threads runs any more; SIGCONT lets it go on."""
+        self.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
     def end(self) -> None:
         """Kills it, wherever it is."""
         self.send_signal(signal.SIGKILL)
@@ -67,3 +73,22 @@ class ForkedProcess:
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         self.stdout.close()
+
+
+def forked_together(mains: Sequence[Callable[[], None]]) -> list[ForkedProcess]:
+    """Forks a process for each function, all in one process group, that of the first; none begins before all are there.
+
+    A Store of this process looks up the name of each client, in a thread: a process that is forked meanwhile inherits
+    the resolver's lock, held, and waits for it for ever.
+    """
+
+    def begin(main: Callable[[], None]) -> None:
+        sys.stdin.readline()
+        main()
+
+    processes = [ForkedProcess(partial(begin, main)) for main in mains]
+    for process in processes:
+        os.setpgid(process.pid, processes[0].pid)
+    for process in processes:
+        process.ask("begin")
+    return processes

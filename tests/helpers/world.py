@@ -17,6 +17,7 @@ from treeckpt._io.comm.comm import Comm, thread_comms
 from treeckpt._io.storage.store import DirectoryEntry, Store, VersionTag, Writer
 
 __all__ = [
+    "LIMIT",
     "LONG",
     "Faulty",
     "Outcome",
@@ -36,7 +37,7 @@ __all__ = [
 LONG = 60.0
 """Seconds that nothing takes, however busy the machine is: for waits that are to end sooner."""
 LIMIT = 240.0
-"""Seconds after which ranks count as hung."""
+"""Seconds after which ranks, and saves in the background, count as hung."""
 
 
 class Outcome(msgspec.Struct):
@@ -109,6 +110,8 @@ RECORD = "publish progress-"
 class Switch:
     """Counts a rank's store calls; at number `at` something happens: before the call takes effect, or after it.
 
+    Where the record of a save under way is written again, that does not count: a slow save does so more often.
+
     Args:
         at: counted from 0; None never.
         act: what happens, by default an OSError.
@@ -126,14 +129,17 @@ class Switch:
         self.at, self.after, self.act, self.names = at, after, act or fail, names
         self.calls: list[str] = []
         self.fired = ""
-        self._lock = threading.Lock()
+        self._lock, self._records = threading.Lock(), set[str]()
 
     def __call__(self, name: str, effect: Callable[[], Any]) -> Any:
         if self.names is not None and (name.partition(" ")[0] not in self.names or name.startswith(RECORD)):
             return effect()
         with self._lock:
-            now = len(self.calls) == self.at
-            self.calls.append(name)
+            renewed = name in self._records
+            if name.startswith(RECORD):
+                self._records.add(name)
+            now = len(self.calls) == self.at and not renewed
+            self.calls += [] if renewed else [name]
             if now:
                 self.fired = name
         if now and not self.after:
