@@ -16,7 +16,8 @@ requests since then; `DELETE /!objects` forgets all objects. A rule is `{"match"
 of the body), reset (the connection ends in the middle of the body), lost (the request is carried out, the connection
 ends without an answer), shifted (other bytes than those of the range, under their own Content-Range), short (half of
 the range, under its own Content-Range), whole (the whole object, status 200), flipped (one bit of the body is
-changed).
+changed), meet (waits until `count` requests have been under way at a time, at most `seconds`), hold
+(waits for the next `POST /!release`, or setting).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ PIECE_SECONDS = 0.02
 """A body goes in pieces that take about so long at the connection's rate."""
 ERRORS = {400: "InvalidArgument", 403: "AccessDenied", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
 ERRORS |= {429: "TooManyRequests", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
+LOOKS, LOOK_SECONDS = 3, 0.02
+"""How often a client has to be seen asleep, and the seconds between two looks."""
 
 
 @dataclass
@@ -54,14 +57,14 @@ class S3Settings:
 
     latency: float = 0.0
     """Seconds before each answer."""
+    client: int = 0
+    """A process whose requests are answered in stages: when it waits, all its threads asleep, all that it has sent are
+    answered. So requests of one stage wait for no answer of another one, however busy the machine is. 0 for none."""
     rate: float = 0.0
     """Bytes per second of one connection, in each direction; 0 is as fast as it goes."""
     tail: float = 0.0
     """Part of the GETs that wait `tail_seconds` more."""
     tail_seconds: float = 1.0
-    gather: float = 0.0
-    """Seconds without a new request after which those that wait are answered: what a client sends without an answer is
-    under way together, however slowly it sends."""
     busy_above: int = 0
     """Requests at the same time above which the answer is 503; 0 for no limit."""
     trouble: float = 0.0
@@ -117,7 +120,12 @@ class S3Server:
         self.uploads: dict[str, tuple[str, dict[int, S3Object]]] = {}
         self.log: list[dict[str, Any]] = []
         self.busy, self.numbers, self.draw = 0, itertools.count(1), random.Random(0)
-        self.arrived = 0.0
+        self.released, self.busiest = asyncio.Event(), 0
+        """Set when no request is held; and the most requests under way at a time since the last setting."""
+        self.stage, self.staged = 0, 0
+        """The number of the stage, and its requests that wait to be answered."""
+        self.answered = asyncio.Event()
+        """Set when those of the stage are answered."""
 
     # connections ----------------------------------------------------------------------------------------------
 
@@ -143,10 +151,12 @@ class S3Server:
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             await self._send(self._control(request, body), request, writer)
             return True
-        self.busy, self.arrived = self.busy + 1, time.monotonic()
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
         condition = headers.get("if-none-match", headers.get("if-match", ""))
-        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition}
+        row |= {"busy": self.busy, "at": time.monotonic(), "sent": 0, "condition": condition, "stage": self.stage}
         self.log.append(row)
+        log = self.log
         try:
             if headers.get("expect", "").lower() == "100-continue":
                 writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -157,7 +167,8 @@ class S3Server:
             row |= {"status": answer.status, "received": body.nbytes}
             return request.do != "lost" and await self._send(answer, request, writer)
         finally:
-            self.busy -= 1
+            # what was sent before the last setting, and takes long, does not count
+            self.busy -= log is self.log
             row["ended"] = time.monotonic()
 
     async def _receive(self, reader: asyncio.StreamReader, headers: dict[str, str]) -> S3Segment:
@@ -189,8 +200,34 @@ class S3Server:
             seconds += request.seconds
         if seconds:
             await asyncio.sleep(seconds)
-        while settings.gather and (rest := self.arrived + settings.gather - time.monotonic()) > 0:
-            await asyncio.sleep(rest)
+        if request.do == "meet":
+            await self._meet(request)
+        elif request.do == "hold":
+            await self.released.wait()
+        elif settings.client:
+            await self._wait_for_client(settings.client)
+
+    async def _meet(self, request: S3Request) -> None:
+        log, end = self.log, time.monotonic() + request.seconds
+        while log is self.log and self.busiest < request.rule["count"] and time.monotonic() < end:
+            await asyncio.sleep(LOOK_SECONDS)
+        request.row["busy"] = max(request.row["busy"], self.busy)
+
+    async def _wait_for_client(self, client: int) -> None:
+        """Waits until the client waits for all that it has sent."""
+        answered, self.staged, looks = self.answered, self.staged + 1, 0
+        if self.staged > 1:
+            await answered.wait()
+            return
+        while looks < LOOKS and answered is self.answered:
+            await asyncio.sleep(LOOK_SECONDS)
+            looks = looks + 1 if self.staged == self.busy and is_asleep(client) else 0
+        if answered is self.answered:
+            self._end_stage()
+
+    def _end_stage(self) -> None:
+        self.answered.set()
+        self.stage, self.staged, self.answered = self.stage + 1, 0, asyncio.Event()
 
     def _find_trouble(self, request: S3Request) -> None:
         line = f"{request.method} {request.row['path']} {request.row['range']}"
@@ -253,9 +290,14 @@ class S3Server:
     # what is asked for ----------------------------------------------------------------------------------------
 
     def _control(self, request: S3Request, body: bytes) -> S3Answer:
-        if request.method == "POST":
+        if request.path == "!release":
+            self.released.set()
+        elif request.method == "POST":
             self.settings = S3Settings(**{**asdict(self.settings), "rules": [], **json.loads(body)})
             self.draw, self.log = random.Random(self.settings.seed), []
+            self.released.set()
+            self.released, self.busy, self.busiest = asyncio.Event(), 0, 0
+            self._end_stage()
         if request.method == "DELETE":
             self.objects.clear()
         stored = sum(found.nbytes for found in self.objects.values())
@@ -368,6 +410,16 @@ class S3Server:
             return answer
         del self.uploads[number]
         return _xml(f"<CompleteMultipartUploadResult><ETag>{escape(new.etag)}</ETag></CompleteMultipartUploadResult>")
+
+
+def is_asleep(process: int) -> bool:
+    """Whether all threads of a process wait for something, or it has ended."""
+    states = list[str]()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{process}/task/{thread}/stat") as stat:
+                states.append(stat.read().rpartition(")")[2].split()[0])
+    return set(states) <= {"S", "Z"}
 
 
 async def _body(reader: asyncio.StreamReader, nbytes: int) -> AsyncIterator[bytes]:

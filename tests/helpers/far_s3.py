@@ -24,10 +24,18 @@ class FarS3(S3):
         wait_for_late_requests()
         self.request("POST", "/!set", json.dumps(settings).encode())
 
+    def release(self) -> None:
+        """Lets the requests go on that a rule holds."""
+        self.request("POST", "/!release")
+
+    def log_now(self) -> list[dict[str, Any]]:
+        """The requests since the last `set`, without a wait for late ones."""
+        return json.loads(self.request("GET", "/!log"))["log"]
+
     def log(self) -> list[dict[str, Any]]:
         """The requests since the last `set`."""
         wait_for_late_requests()
-        return json.loads(self.request("GET", "/!log"))["log"]
+        return self.log_now()
 
     def gets(self, suffix: str = "") -> list[dict[str, Any]]:
         """The successful reads among them of objects whose keys end with a suffix."""

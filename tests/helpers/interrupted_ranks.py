@@ -1,4 +1,4 @@
-"""Ranks on a message store: one moves at a time, in an order that a seed gives, and can be interrupted at any step."""
+"""Ranks on message stores: one moves at a time, in an order that a seed gives, and can be interrupted at any step."""
 
 from __future__ import annotations
 
@@ -40,11 +40,24 @@ class World:
 
     Args:
         interrupts: the ranks that are interrupted, by the number of the step before which they are.
+        timeout: of the comms.
+        group_sizes: of the comms, whose leaders have stores of their own.
+        tells_ends: whether a rank tells the others when its program has ended.
     """
 
-    def __init__(self, size: int, seed: int, interrupts: dict[int, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        interrupts: dict[int, Sequence[int]],
+        *,
+        timeout: float = TIMEOUT,
+        group_sizes: tuple[int, ...] = (),
+        tells_ends: bool = True,
+    ) -> None:
         self.now, self.steps, self.messages = 0.0, 0, dict[str, bytes]()
-        self.ranks = [Rank() for _ in range(size)]
+        self.ranks, self.tells_ends = [Rank() for _ in range(size)], tells_ends
+        self.comms = [ModelComm(self, rank, timeout, group_sizes) for rank in range(size)]
         self._random, self._interrupts, self._back = random.Random(seed), interrupts, threading.Semaphore(0)
 
     def step(self, rank: int, ready: Callable[[], bool] | None = None, timeout: float = 0.0) -> None:
@@ -59,15 +72,17 @@ class World:
             raise KeyboardInterrupt
 
     def run(self, act: Callable[[Any], Any]) -> list[Any]:
-        """Runs a function on all ranks; returns their results, or errors."""
+        """Runs a function on all ranks; returns their results, or errors. It may be called again."""
+        self.ranks = [Rank() for _ in self.ranks]
         found: list[Any] = [None] * len(self.ranks)
 
         def on(rank: int) -> None:
-            own, comm = self.ranks[rank], ModelComm(self, rank)
+            own, comm = self.ranks[rank], self.comms[rank]
             own.turn.acquire()
             try:
                 found[rank], own.leaves = act(comm), True
-                waiting.note_end(comm)
+                if self.tells_ends:
+                    waiting.note_end(comm)
             except BaseException as error:
                 found[rank] = error
             own.ended = True
@@ -88,26 +103,35 @@ class World:
         return found
 
 
-class ModelComm:
-    timeout, group_sizes = TIMEOUT, ()
+class ModelStore:
+    """One rank's access to the messages under a prefix."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank, self.size, self.state = world, rank, len(world.ranks), CommState()
+    def __init__(self, world: World, rank: int, prefix: str = "") -> None:
+        self.world, self.rank, self.prefix = world, rank, prefix
 
     def post(self, key: str, data: bytes) -> None:
         self.world.step(self.rank)
-        self.world.messages[key] = data
+        self.world.messages[self.prefix + key] = data
         self.world.step(self.rank)
 
     def wait(self, keys: Sequence[str], timeout: float) -> list[bytes | None]:
-        messages = self.world.messages
+        messages, keys = self.world.messages, [self.prefix + key for key in keys]
         self.world.step(self.rank, lambda: all(key in messages for key in keys), timeout)
         return [messages.get(key) for key in keys]
 
     def drop(self, keys: Sequence[str]) -> None:
         self.world.step(self.rank)
         for key in keys:
-            self.world.messages.pop(key, None)
+            self.world.messages.pop(self.prefix + key, None)
+
+
+class ModelComm(ModelStore):
+    def __init__(self, world: World, rank: int, timeout: float, group_sizes: tuple[int, ...]) -> None:
+        super().__init__(world, rank)
+        self.size, self.timeout, self.group_sizes, self.state = len(world.ranks), timeout, group_sizes, CommState()
+
+    def leader_store(self, leader: int) -> ModelStore:
+        return ModelStore(self.world, self.rank, f"of {leader}/")
 
     def pause(self, seconds: float) -> None:
         self.world.step(self.rank, lambda: False, seconds)

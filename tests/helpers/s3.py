@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -103,9 +104,11 @@ class S3:
         wait_for_late_requests()
         return json.loads(self.request("GET", "/!log", port=self.proxy))
 
-    def uploads(self) -> bytes:
-        """The multipart uploads that never ended, as the server lists them."""
-        return self.request("GET", f"/{BUCKET}?uploads")
+    def uploads(self, url: str) -> list[str]:
+        """The keys, below a URL, of multipart uploads that have not ended."""
+        listed = self.request("GET", f"/{BUCKET}?uploads").decode()
+        keys = re.findall("<Key>(.*?)</Key>", listed.partition("<Upload>")[2])
+        return [key for key in keys if f"s3://{BUCKET}/{key}".startswith(f"{url}/")]
 
     def put(self, key: str, data: bytes = b"x") -> None:
         """Puts an object past the client, under any key."""

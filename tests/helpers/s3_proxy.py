@@ -82,7 +82,8 @@ class Handler(BaseHTTPRequestHandler):
     def _control(self, body: bytes) -> None:
         with STATE.lock:
             if self.command == "POST":
-                STATE.rules, STATE.log, STATE.met = json.loads(body), [], False
+                # requests of processes that were killed are under way for long, and count no more
+                STATE.rules, STATE.log, STATE.met, STATE.in_flight = json.loads(body), [], False, []
             answer = json.dumps(STATE.log).encode()
         self._answer(200, {}, answer)
 

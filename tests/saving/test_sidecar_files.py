@@ -50,6 +50,7 @@ def test_files_come_back_and_go_with_the_save_that_is_replaced(path: str, tmp_pa
     assert [tc.read_file(path, name) for name in sizes_of(path)] == [b'{"layers": 2}', b"", bytes(100)]
     assert tc.verify(path).ok
 
+    wait_for_late_requests()
     first = set(open_store(path).sizes())
     pending = tc.save_async(path, TREE, files={"config.json": b"new"}, overwrite=True)
     pending.result()

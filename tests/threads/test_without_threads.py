@@ -89,7 +89,7 @@ def test_an_object_store_is_written_and_read_without_a_thread(s3: S3, loop: bool
 
 
 def _save_and_load(s3: S3) -> None:
-    run, uploads = s3.url(), s3.uploads()
+    run = s3.url()
     with no_threads():
         tc.save(f"{run}/step_00000001", TREE, step=1, max_shard_bytes=20 << 20)
         with tc.Manager(run, keep=1) as manager:
@@ -97,7 +97,7 @@ def _save_and_load(s3: S3) -> None:
             manager.wait()
             assert manager.steps() == [2] and same(manager.restore())
         assert not {"step_00000001"} & set(manager.directory.store.names())
-    assert s3.uploads().count(b"<UploadId>") == uploads.count(b"<UploadId>")
+    assert not s3.uploads(run)
 
 
 AT_THE_LIMIT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def url(server: FarS3) -> str:
 
 def opened(server: FarS3, url: str, cache: Path) -> Library:
     """A dashboard, and a server that has forgotten what was requested before."""
-    server.set(gather=0.1, rules=[])
+    server.set(client=os.getpid(), rules=[])
     return Library([ObjectRun(url, **server.options())], cache=Cache(cache))
 
 
@@ -65,7 +66,7 @@ def test_what_was_read_once_costs_one_listing(server: FarS3, url: str, tmp_path:
     run = library.runs[0]
     library.watches[run.id].refresh(wait=300)
     library.watches[run.id]._fresh_until = None
-    server.set(gather=0)
+    server.set(client=0)
     library.checkpoints(run, wait=300)
     assert [len(lists(log)) for log in [server.log()] if len(lists(log)) == len(log)] == [1], "a page of all objects"
     library.close()
@@ -114,7 +115,7 @@ def test_a_store_that_refuses_later_is_said_to(server: FarS3, url: str, tmp_path
 def test_a_store_that_is_down_is_said_to_be_and_nothing_is_said_to_be_missing(
     server: FarS3, url: str, tmp_path: Path, monkeypatch
 ) -> None:
-    server.set(gather=0, rules=[])
+    server.set(client=0, rules=[])
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     app = create_app([url], cache=tmp_path / "cache")
@@ -139,7 +140,7 @@ def test_a_store_that_is_down_is_said_to_be_and_nothing_is_said_to_be_missing(
 
 
 def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -> None:
-    server.set(gather=0.1, rules=[])
+    server.set(client=os.getpid(), rules=[])
     told: list[tuple[int, int]] = []
     found = scan(ObjectRun(url, **server.options()), on_read=lambda done, total: told.append((done, total)))
     assert [info.step for info in found] == list(range(COUNT * 100, 0, -100))
@@ -151,7 +152,7 @@ def test_a_list_of_a_run_reads_many_indexes_at_a_time(server: FarS3, url: str) -
 
 def test_runs_in_a_folder_of_a_bucket_are_found_and_new_ones_appear(server: FarS3, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("treeckpt_dashboard.store.library.LOOK_SECONDS", 0.05)
-    server.set(gather=0, rules=[])
+    server.set(client=0, rules=[])
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     files = [path for path in write_many(tmp_path / "run", 1).rglob("*") if path.is_file()]

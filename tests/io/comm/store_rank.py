@@ -1,7 +1,8 @@
 """Ranks that save and load over Stores, in processes of their own without a process group of torch.distributed.
 
-Arguments: size, a directory, "first" or "again". Each rank is forked, so that torch is imported once; what it has found
-is in a file `PART.RANK` of the directory, a line each. Prints the exit codes, as JSON.
+Arguments: size, a directory, and parts of the test, "first" or "again", that follow each other. Each rank is forked, so
+that torch is imported once; what it has found is in a file `PART.RANK` of the directory, a line each. Prints the exit
+codes of each part, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 import treeckpt as tc
+from tests.helpers.world import Patient
 
 
 def run_rank(rank: int, size: int, directory: Path, part: str) -> None:
@@ -44,12 +46,12 @@ def run_rank(rank: int, size: int, directory: Path, part: str) -> None:
         tc.load(directory / "run" / "step_00000003", comm=comm, read=tc.ReadOptions(once=True))
     except tc.CheckpointError as error:
         print("once", error)
-    comm = tc.comm(dist.PrefixStore("b", store), rank, size, timeout=3)
+    comm = tc.comm(dist.PrefixStore("b", store), rank, size)
     tc.save(directory / "before", tree, comm=comm)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        tc.save(directory / "killed", tree, comm=comm)
+        tc.save(directory / "killed", tree, comm=Patient(comm, 1, timeout=3))
     except tc.RankError as error:
         print("killed", sorted(error.ranks), error)
 
@@ -65,10 +67,11 @@ def forked(rank: int, size: int, directory: Path, part: str) -> int:
         os._exit(code)
 
 
-def main(size: int, directory: Path, part: str) -> None:
-    ranks = [forked(rank, size, directory, part) for rank in range(size)]
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]))
+def main(size: int, directory: Path, parts: list[str]) -> None:
+    for part in parts:
+        ranks = [forked(rank, size, directory, part) for rank in range(size)]
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

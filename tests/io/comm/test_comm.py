@@ -275,6 +275,9 @@ def test_what_ranks_have_written_is_known_to_be_left_over_where_rank_0_ends_with
         assert until(lambda: any(path.glob("shard-00000-*"))), "rank 0 has begun to write"
         if how == "launcher ends":
             server.clear()
+        else:
+            for comm in comms:  # rank 0 says nothing any more
+                comm.timeout = 0.1
 
     def act(comm: TorchComm) -> None:
         switch = Switch(0, names=["commit"], act=leave) if comm.rank else Switch()
@@ -285,8 +288,7 @@ def test_what_ranks_have_written_is_known_to_be_left_over_where_rank_0_ends_with
         finally:
             taken.set()
 
-    rank_timeout = LONG if how == "launcher ends" else 0.1
-    comms = [TorchComm(store, rank, 2, timeout=rank_timeout) for rank, store in enumerate(stores)]
+    comms = [TorchComm(store, rank, 2, timeout=LONG) for rank, store in enumerate(stores)]
     first, second = errors_of(on_ranks(comms, act))
     assert isinstance(first, tc.RankError if how == "launcher ends" else KeyboardInterrupt)
     assert isinstance(second, tc.RankError)

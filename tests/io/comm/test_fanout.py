@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treeckpt as tc
-from tests.helpers.comms import ended, talk, tcp_comms
-from tests.helpers.world import LONG, assert_holds, errors_of, on_ranks, small_tree
+from tests.helpers.comms import talk, tcp_comms
+from tests.helpers.world import LONG, Patient, assert_holds, errors_of, on_ranks, small_tree
 from treeckpt._io.comm import message_store
-from treeckpt._io.comm.comm import Comm, TorchComm, thread_comms
+from treeckpt._io.comm.comm import TorchComm, thread_comms
 from treeckpt._io.comm.message_store import (
     GROUP_SIZES,
     TREE_ABOVE,
@@ -28,7 +28,6 @@ from treeckpt._io.comm.message_store import (
     parent_of,
     unbundle,
 )
-from treeckpt._io.comm.rounds import Round
 from treeckpt._io.storage.store import MemoryStore
 
 TIERS = (2, 4)
@@ -81,69 +80,6 @@ def test_messages_pass_two_leaders_and_words_come_back() -> None:
     assert sum(len(store.messages) for store in comms[0].stores.values()) <= 1, "nothing is left but the state"
 
 
-@pytest.mark.parametrize("absent", [{1}, {3}, {2}, {7}, {6}, {4}, {4, 5, 6, 7}, {2, 7}], ids=str)
-def test_whoever_is_silent_is_named_and_nobody_else_and_all_others_are_told(absent: set[int]) -> None:
-    comms = thread_comms(8, timeout=0.5, group_sizes=TIERS)
-    # of those below a silent leader nothing is known
-    named = {rank for rank in absent if parent_of(rank, TIERS) not in absent or rank == 4}
-    lost: dict[int, str] = {}
-    running = threading.Barrier(8 - len(absent))  # on a busy machine a thread starts late
-
-    def act(comm: Comm) -> str | None:
-        if comm.rank in absent:
-            return None
-        running.wait(LONG)
-        conversation = Round(comm, "a")
-        assert conversation.join() is None
-        heard = conversation.gather(b"here")
-        lost.update(conversation.lost if comm.rank == 0 else {})
-        word = f"without {sorted(conversation.lost)}".encode() if heard is not None else None
-        return conversation.broadcast(word, last=True).decode()
-
-    outcomes = on_ranks(comms, act)
-    assert lost == dict.fromkeys(sorted(named), "silent for 0.5 s")
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.value == (None if rank in absent else f"without {sorted(named)}"), rank
-    for rank in sorted(absent):
-        assert ended(comms[rank], "a") == f"missed: without {sorted(named)}"
-    assert [o.value for o in on_ranks(comms, lambda c: ended(c, "b"))] == ["b: 8 of 8"] * 8, "all are in step again"
-
-
-def test_a_leader_that_comes_late_is_waited_for_and_so_are_those_below_it() -> None:
-    comms = thread_comms(8, timeout=1.0, group_sizes=TIERS)
-    lost: dict[int, str] = {}
-
-    def act(comm: Comm) -> None:
-        time.sleep({6: 0.5, 4: 0.7}.get(comm.rank, 0))
-        if comm.rank == 7:
-            return
-        conversation = Round(comm, "a")
-        conversation.join()
-        heard = conversation.gather(b"")
-        lost.update(conversation.lost if comm.rank == 0 else {})
-        conversation.broadcast(b"end" if heard is not None else None, last=True)
-
-    assert errors_of(on_ranks(comms, act)) == [None] * 8
-    assert lost == {7: "silent for 1 s"}, "not those who waited for it, longer than rank 0 would"
-
-
-def test_a_leader_that_falls_silent_after_it_spoke_leaves_nobody_waiting() -> None:
-    comms = thread_comms(8, timeout=0.5, group_sizes=TIERS)
-    running = threading.Barrier(8)
-
-    def act(comm: Comm) -> Any:
-        running.wait(LONG)
-        conversation = Round(comm, "a")
-        conversation.join()
-        heard = conversation.gather(b"")
-        if comm.rank == 4:
-            return None  # it has passed on what it heard, and dies
-        return conversation.broadcast(b"end" if heard is not None else None, last=True, settle=False)
-
-    values = [outcome.value for outcome in on_ranks(comms, act)]
-    assert values == [b"end"] * 4 + [None] + [b"end"] * 3
-
-
 # real servers ---------------------------------------------------------------------------------------------------------
 class Gone:
     """A server whose process has ended."""
@@ -163,21 +99,27 @@ def test_leaders_serve_stores_of_their_own() -> None:
     assert led.own.store.port == above.store.port != comms[0].common.store.port
 
 
+class PatientInGroups(Patient):
+    """A patient rank that speaks by leaders."""
+
+    def __init__(self, inner: TorchComm, *silent: int, timeout: float) -> None:
+        super().__init__(inner, *silent, timeout=timeout)
+        self.group_sizes, self.leader_store = inner.group_sizes, inner.leader_store
+
+
 def test_a_rank_whose_leader_dies_hears_from_rank_0_who_it_was() -> None:
     comms = tcp_comms(4, LONG, (2,))
     store = MemoryStore()
     assert errors_of(on_ranks(comms, lambda c: tc.save(store, small_tree(c.rank, 4), comm=c))) == [None] * 4
-    for comm in comms:
-        comm.timeout = 3.0  # a busy machine holds a living rank up for shorter
 
-    def act(comm: TorchComm) -> None:
+    def act(comm: PatientInGroups) -> None:
         if comm.rank == 2:
             return  # with its server
         if comm.rank == 3:
-            comm.leader_store(2).store = Gone()
+            comm.leader_store(2).store = Gone()  # pyright: ignore[reportAttributeAccessIssue]
         tc.save(store, small_tree(comm.rank, 4, seed=1), comm=comm, overwrite=True)
 
-    errors = errors_of(on_ranks(comms, act))
+    errors = errors_of(on_ranks([PatientInGroups(comm, 2, timeout=0.5) for comm in comms], act))
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], tc.RankError) and list(errors[rank].ranks) == [2], errors
     assert_holds(store, seed=0)
@@ -196,13 +138,12 @@ released = threading.Event()
 def test_a_leader_whose_machine_vanished_is_not_waited_for_without_end() -> None:
     comms = tcp_comms(4, LONG, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
-    for comm in comms:
-        comm.timeout = 2.0
+    patient = [PatientInGroups(comm, 2, timeout=0.5) for comm in comms]
     comms[3].leader_store(2).store = Vanished()
     comms[3].leader_store(2)._calls.limit = 0.1
     store = MemoryStore()
     start = time.monotonic()
-    outcomes = on_ranks(comms, lambda c: c.rank == 2 or tc.save(store, {"v": 1}, comm=c))
+    outcomes = on_ranks(patient, lambda c: c.rank == 2 or tc.save(store, {"v": 1}, comm=c))
     released.set()
     assert time.monotonic() - start < LONG
     for rank in (0, 1, 3):

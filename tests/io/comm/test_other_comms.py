@@ -24,17 +24,20 @@ from treeckpt._io.comm.comm import as_comm, thread_comms
 ROOT = Path(__file__).parents[3]
 
 
-def run_ranks(directory: Path, part: str, size: int = 3) -> list[tuple[int, dict[str, str]]]:
-    """Runs ranks in processes of their own; returns the exit code of each, and what it has printed."""
-    command = [sys.executable, "-m", "tests.io.comm.store_rank", str(size), str(directory), part]
+def run_ranks(directory: Path, *parts: str, size: int = 3) -> list[list[tuple[int, dict[str, str]]]]:
+    """Runs ranks in processes of their own, for each part anew; returns the exit codes, and what each has printed."""
+    command = [sys.executable, "-m", "tests.io.comm.store_rank", str(size), str(directory), *parts]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
-    printed = [(directory / f"{part}.{rank}").read_text() for rank in range(size)]
-    lines = [dict(line.split(" ", 1) for line in text.splitlines()) for text in printed]
-    return list(zip(json.loads(done.stdout), lines, strict=True))
+    found = list[list[tuple[int, dict[str, str]]]]()
+    for part, codes in zip(parts, done.stdout.splitlines(), strict=True):
+        printed = [(directory / f"{part}.{rank}").read_text() for rank in range(size)]
+        lines = [dict(line.split(" ", 1) for line in text.splitlines()) for text in printed]
+        found.append(list(zip(json.loads(codes), lines, strict=True)))
+    return found
 
 
 def test_processes_save_over_stores_without_a_process_group(tmp_path: Path) -> None:
-    ranks = run_ranks(tmp_path, "first")
+    ranks, again = run_ranks(tmp_path, "first", "again")  # over the file that the killed rank has left
     assert [code for code, _ in ranks] == [0, -signal.SIGKILL, 0]
     for rank, (_, found) in enumerate(ranks):
         assert found["first"] == "32 3" and found["run"] == f"[2, 3] {rank} 66.0"
@@ -43,7 +46,6 @@ def test_processes_save_over_stores_without_a_process_group(tmp_path: Path) -> N
         assert ranks[rank][1]["killed"].startswith("[1] ") and "silent for 3 s" in ranks[rank][1]["killed"]
     assert not (tmp_path / "killed" / "index.json").exists()
     assert np.array_equal(tc.load(tmp_path / "file", select="w")["w"], np.arange(12.0).reshape(6, 2))
-    again = run_ranks(tmp_path, "again")  # over the file that the killed rank has left
     assert [(code, found["again"]) for code, found in again] == [(0, "32 3")] * 3
 
 

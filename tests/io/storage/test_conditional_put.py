@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ def test_the_first_save_says_that_the_store_has_no_conditional_writes(
     server: FarS3, url: str, manner: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "SINGLE_PUT_LIMIT", 1 << 18)
-    server.set(conditional=manner)
+    # what is sent beside the look is sent before the answer to that
+    server.set(conditional=manner, client=os.getpid())
     store, tree = server.store(url), {"w": array(size), "n": 1}
     for _ in range(2):
         expected = r"^s3://bucket-\d+: expected a store with conditional writes \(If-None-Match\), found one"
@@ -45,6 +47,7 @@ def test_the_first_save_says_that_the_store_has_no_conditional_writes(
     sent = [row for row in server.log() if "shard" in row["path"] and row["method"] != "DELETE"]
     assert all(row["path"].endswith("?uploads=") for row in sent), "no byte of the arrays is sent"
     assert len(sent) == 2 * size, "each upload that is begun is ended again"
+    server.set(client=0)
 
 
 def test_what_is_known_of_a_bucket_costs_one_request_for_each_process(server: FarS3, url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import treeckpt as tc
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.s3 import MIB, QUICK, array, same
+from tests.helpers.world import LONG
 from treeckpt._io.storage import object_store, obstore, requests_in_flight
 from treeckpt._io.storage.requests_in_flight import RequestDepth
 from treeckpt._io.storage.wrapped_store import CountingStore
@@ -29,6 +29,7 @@ from treeckpt._saving import shard_files
 
 NEAR: dict[str, Any] = {
     "latency": 0.0,
+    "client": 0,
     "rate": 0.0,
     "page": 1000,
     "busy_above": 0,
@@ -64,7 +65,7 @@ def test_a_load_keeps_many_requests_of_8_mib_in_flight(far: FarS3) -> None:
     store = far.store()
     tc.save(store, tree)
     for load in (lambda: tc.load(store), lambda: tc.load_into(store, {"w": np.empty_like(tree["w"])})):
-        far.set(latency=1.0)  # on a loaded machine threads take a while to start
+        far.set(**STAGED)
         load()
         reads = [row for row in far.gets(".safetensors") if row["sent"] > MIB]
         assert len(reads) <= 100 / 8 + 2
@@ -74,7 +75,7 @@ def test_a_load_keeps_many_requests_of_8_mib_in_flight(far: FarS3) -> None:
 def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: FarS3) -> None:
     store, counted = far.store(), list[int]()
     tc.save(store, {"w": array(100)})
-    far.set(latency=1.0)  # on a loaded machine threads take a while to start
+    far.set(**STAGED)
     tc.load(CountingStore(store, counted.append))
     assert sum(counted) >= 100 * MIB
     assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
@@ -83,22 +84,19 @@ def test_a_load_with_a_progress_bar_is_as_parallel_and_counts_every_byte(far: Fa
 def stages(
     rows: list[dict[str, Any]], *, names: Sequence[str] = ("lease", "index", "list-type", "safetensors")
 ) -> list[list[str]]:
-    """Requests by the first letter of their method and what they ask for; those of a stage were sent before any of it
-    was answered, and after all of the stage before was."""
-    found: list[list[str]] = []
-    answered = -1.0
-    for row in sorted(rows, key=lambda row: row["at"]):
+    """Requests by their method and what they ask for, in the stages in which they were answered."""
+    found: dict[int, list[str]] = {}
+    for row in rows:
         what = next(n for n in (*names, "") if n in row["path"])
         what += ", header" if row["range"].startswith("bytes=0-") else ""
-        if row["at"] >= answered or not found:
-            found.append([])
-            answered = row["at"] + LATENCY
-        found[-1].append(f"{row['method']} {what}")
-    return found
+        found.setdefault(row["stage"], []).append(f"{row['method']} {what}")
+    return [found[stage] for stage in sorted(found)]
 
 
 LATENCY = 0.25
-"""Seconds: far longer than it takes to send all requests that wait for no answer."""
+"""Seconds that something else than the answer is to take less than."""
+STAGED = {"client": os.getpid()}
+"""Settings by which the requests that this process has sent are answered once it waits for all of them."""
 
 
 @pytest.fixture
@@ -114,7 +112,7 @@ def test_after_one_request_for_the_index_all_headers_and_data_are_requested_at_o
 ) -> None:
     store, tree = parts
     for load in (tc.load, lambda store: tc.load_into(store, {name: np.empty_like(w) for name, w in tree.items()})):
-        far.set(latency=LATENCY)
+        far.set(**STAGED)
         load(store)
         first, second, *more = stages(far.log())
         assert first == ["GET index"] and not more
@@ -146,29 +144,32 @@ def run(far: FarS3) -> tc.ObjectRun:
 
 
 def test_a_restore_waits_only_for_a_listing_the_indexes_and_the_data(far: FarS3, run: tc.ObjectRun) -> None:
-    far.set(latency=LATENCY)
+    far.set(**STAGED)
     with tc.Manager(run, comm="alone", background=False) as manager:
         manager.restore()
-        returned = time.monotonic()
     log = ended_log(far)
     assert [sorted(set(stage)) for stage in stages(log)] == [
         ["GET list-type"],
         ["GET index"],
         ["GET safetensors", "GET safetensors, header", "PUT lease"],
-        ["DELETE lease"],
+        ["DELETE lease"],  # it is held until all is read
     ]
     put, deleted = (row for row in log if "lease" in row["path"])
     assert put["path"] == deleted["path"] and deleted["status"] == 204
-    assert returned < deleted["ended"], "nobody waits for the end of the lease"
-    # the server may learn that it has sent an answer a moment after the client has read it
-    until = deleted["at"] + LATENCY / 2
-    assert all(row["ended"] <= until for row in log if row is not deleted), "it is held until all is read"
+
+
+def test_nobody_waits_for_the_end_of_a_lease(far: FarS3, run: tc.ObjectRun) -> None:
+    far.set(rules=[{"match": "^DELETE .*lease", "do": "hold"}])
+    with tc.Manager(run, comm="alone", background=False) as manager:
+        manager.restore()
+    far.release()
+    assert [row["do"] for row in ended_log(far) if row["method"] == "DELETE"] == ["hold"]
 
 
 def test_a_restore_after_latest_waits_only_for_a_listing_and_the_data(far: FarS3, run: tc.ObjectRun) -> None:
     with tc.Manager(run, comm="alone", background=False) as manager:
         assert manager.latest() == 2
-        far.set(latency=LATENCY)
+        far.set(**STAGED)
         assert np.array_equal(manager.restore()["w"], array(20))
     assert [sorted(set(stage)) for stage in stages(ended_log(far))] == [
         ["GET list-type"],
@@ -355,7 +356,8 @@ def test_a_busy_store_slows_a_load_down_and_does_not_fail_it(
     monkeypatch.setattr(tc.ObjectStore, "request_nbytes", 3 * MIB)
     store = far.store(**QUICK)
     tc.save(store, tree)
-    far.set(busy_above=2, latency=0.05)
+    meet = {"match": "safetensors bytes=[1-9]", "do": "meet", "times": 2, "count": 3, "seconds": LONG}
+    far.set(busy_above=2, rules=[meet])
     assert same(store, tree)
     assert any(row["status"] == 503 for row in far.log())
 
@@ -446,7 +448,7 @@ def test_a_lost_index_is_made_again_from_headers_that_are_all_requested_at_once(
     store, tree = parts
     index = tc.inspect(store)
     store.delete("index.json")
-    far.set(latency=LATENCY)
+    far.set(**STAGED)
     assert tc.rebuild_index(store) == index
     assert sum("GET safetensors, header" in stage for stage in stages(far.log())) == 1
     assert same(store, tree)
@@ -456,7 +458,7 @@ def test_the_files_of_a_step_are_deleted_all_at_once_its_index_first_and_its_mar
     run = tc.ObjectRun(far.url(), **far.options())
     with tc.Manager(run, comm="alone", background=False, max_shard_bytes=MIB) as manager:
         manager.save(1, {f"w{n}": array(1) for n in range(8)})
-        far.set(latency=LATENCY)
+        far.set(**STAGED)
         manager.delete(1)
     found = stages(far.log(), names=("index", "deleted", "deleting"))
     deleted = [stage for stage in found if stage[0].startswith("DELETE")]
@@ -469,7 +471,7 @@ def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
     far: FarS3, parts: tuple[tc.ObjectStore, dict[str, Any]]
 ) -> None:
     store, tree = parts
-    far.set(latency=LATENCY)
+    far.set(**STAGED)
     tc.save(store, tree, overwrite=True)
     deleted = [stage.count("DELETE safetensors") for stage in stages(far.log(), names=("safetensors",))]
     assert [count for count in deleted if count] == [5]
@@ -477,7 +479,7 @@ def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
 
 def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
     store = far.store()
-    far.set(latency=0.3)
+    far.set(**STAGED)
     tc.save(store, {"w": array(100)})
     shard = [row for row in far.log() if "shard" in row["path"]]
     parts = [row for row in shard if "partNumber" in row["path"]]
@@ -488,7 +490,7 @@ def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) ->
 def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3) -> None:
     tc.save(far.store(), {"n": 1})  # whether the store has conditional writes is found out once
     store = far.store()
-    far.set(latency=LATENCY)
+    far.set(**STAGED)
     tc.save(store, {"w": array(20)})
     late = [thread for thread in threading.enumerate() if thread.name == "treeckpt-late"]
     assert len(late) == 2, "it returns when the index is published"
@@ -545,10 +547,10 @@ def test_a_save_that_fails_before_the_look_is_answered_leaves_nothing(
 
 def test_a_save_does_not_wait_for_its_timings(far: FarS3) -> None:
     store = far.store()
-    slow = {"match": "^PUT .*timings", "do": "slow", "times": 1, "seconds": 2.0}
-    far.set(rules=[slow])
+    far.set(rules=[{"match": "^PUT .*timings", "do": "hold"}])
     tc.save(store, {"w": array(1)})
-    rows = json.loads(far.request("GET", "/!log"))["log"]
+    rows = far.log_now()
+    far.release()
     assert not any("timings" in row["path"] and "ended" in row for row in rows)
     assert any("index.json" in row["path"] and "ended" in row for row in rows)
     assert [row["status"] for row in far.log() if row["method"] == "PUT" and "timings" in row["path"]] == [200, 200]
@@ -638,7 +640,7 @@ def test_a_fork_of_a_process_that_used_the_store_is_told_to_be_spawned(far: FarS
 def test_a_refused_save_of_one_rank_has_sent_no_byte_and_leaves_no_upload(far: FarS3) -> None:
     store = far.store()
     tc.save(store, {"w": array(20)})
-    far.set(latency=LATENCY)
+    far.set(**STAGED)
     before = store.sizes()
     with pytest.raises(tc.CheckpointExists, match="expected no checkpoint, found one") as caught:
         tc.save(store, {"w": array(20)})
@@ -664,8 +666,10 @@ def test_a_small_shard_is_sent_by_one_request(far: FarS3, tree: dict[str, Any]) 
 @pytest.mark.parametrize("background", [False, True])
 def test_several_shards_are_sent_at_the_same_time(far: FarS3, background: bool) -> None:
     store, tree = far.store(), {f"w{n}": array(20) for n in range(4)}
-    # one shard is sent already while the store lists the path: its parts take longer than that
-    far.set(latency=0.2, rules=[{"match": "^PUT .*partNumber", "do": "slow", "times": 12, "seconds": 3.0}])
+    # of a store that is so far away more parts are in flight than of a near one
+    far.set(
+        latency=0.2, rules=[{"match": "^PUT .*partNumber", "do": "meet", "times": 12, "count": 10, "seconds": LONG}]
+    )
     if background:
         tc.save_async(store, tree, max_shard_bytes=20 * MIB).result()
     else:
@@ -714,10 +718,10 @@ def test_of_two_saves_to_one_path_one_is_committed(far: FarS3) -> None:
 def test_verify_keeps_many_requests_in_flight_and_finds_what_was_changed(far: FarS3) -> None:
     store = far.store()
     tc.save(store, {"w": array(100)})
-    far.set(latency=0.2)
+    far.set(**STAGED)
     assert tc.verify(store).ok
     assert max(row["busy"] for row in far.gets(".safetensors")) >= 12
-    far.set(rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": "flipped", "times": 1}])
+    far.set(client=0, rules=[{"match": "^GET .*safetensors bytes=[1-9]", "do": "flipped", "times": 1}])
     [problem] = tc.verify(store).problems
     assert "they differ from their checksum" in problem.text and problem.leaves == ("w",)
 

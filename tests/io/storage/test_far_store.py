@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.helpers.background import until
 from tests.helpers.s3 import MIB, array
 from tests.helpers.samples import write_checkpoint
+from tests.helpers.world import LONG
 from treeckpt._io.storage import local_store
 from treeckpt._io.storage.local_files import LocalReader, file_system
 from treeckpt._io.storage.local_store import FIRST_FAR_READS, DirectChoice, FarStore, LocalStore, for_reading
@@ -35,8 +37,11 @@ RELAY = Path(__file__).parents[2] / "helpers" / "delayed_pipe.py"
 class Flights:
     """Counts the calls of os.preadv that run at once, and their bytes; each takes some seconds more.
 
-    Reads of less than 64 KiB are neither counted nor delayed.
+    Reads of less than 64 KiB are neither counted nor delayed. Where `meet` is set, each takes longer until so many have
+    run at once.
     """
+
+    meet = 0
 
     def __init__(self, seconds: float) -> None:
         self.most = self.most_nbytes = self._now = self._nbytes = 0
@@ -51,6 +56,7 @@ class Flights:
             self.most, self.most_nbytes = max(self.most, self._now), max(self.most_nbytes, self._nbytes)
         try:
             time.sleep(self._seconds)
+            assert until(lambda: self.most >= self.meet, LONG)
             return self._read(fd, buffers, offset, *flags)
         finally:
             with self._lock:
@@ -96,6 +102,7 @@ LOADS: list[Callable[..., dict[str, Any]]] = [lambda path, tree, **options: tc.l
 def test_a_load_from_a_far_file_system_keeps_many_reads_in_flight(
     load: Callable[..., dict[str, Any]], saved: Path, tree: dict[str, Any], far: None, flights: Flights
 ) -> None:
+    flights.meet = FIRST_FAR_READS
     back = load(saved, tree)
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
     assert flights.most >= FIRST_FAR_READS
@@ -128,6 +135,7 @@ def test_shards_with_blocks_of_another_size_are_verified_by_their_own(tmp_path: 
 def test_memory_bounds_the_reads_in_flight(
     load: Callable[..., dict[str, Any]], saved: Path, tree: dict[str, Any], far: None, flights: Flights
 ) -> None:
+    flights.meet = 2
     back = load(saved, tree, read=tc.ReadOptions(memory=4 * MIB))
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
     assert flights.most > 1 and flights.most_nbytes <= 4 * MIB

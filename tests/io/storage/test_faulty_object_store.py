@@ -117,8 +117,8 @@ def test_a_range_without_an_answer_is_asked_for_again(server: FarS3, kind: str) 
     tree, url = {"w": array(20)}, server.url()
     tc.save(server.store(url), tree)
     # long ranges are those that are fetched, not those that obstore repeats
-    server.set(rules=[{"match": r"safetensors bytes=[1-9]\d{6}", "do": kind, "times": 2, "seconds": 2.0}])
-    assert same(impatient(server, url, timeout="500ms"), tree)
+    server.set(rules=[{"match": r"safetensors bytes=[1-9]\d{6}", "do": kind, "times": 2, "seconds": 8.0}])
+    assert same(impatient(server, url, timeout="2s"), tree)
     assert sum(row["do"] == kind for row in server.log()) == 2
 
 
@@ -126,11 +126,11 @@ def test_an_index_whose_answer_was_lost_is_published(server: FarS3) -> None:
     server.set(**NO_FAULTS)
     url = server.url()
     server.set(rules=[{"match": "^PUT .*index", "do": "lost", "times": 9}])
-    tc.save(impatient(server, url), {"n": 1})
+    tc.save(impatient(server, url, timeout="60s"), {"n": 1})  # the connection ends at once
     assert tc.load(server.store(url)) == {"n": 1}
     server.set(rules=[{"match": "^(PUT|GET) .*index", "do": "lost", "times": 99}])
     with pytest.raises(tc.StoreError, match="The new index may be in place"):
-        tc.save(impatient(server, f"{url}2"), {"n": 1})
+        tc.save(impatient(server, f"{url}2", timeout="60s"), {"n": 1})
     server.set()
     assert tc.load(server.store(f"{url}2")) == {"n": 1}
 
@@ -141,9 +141,9 @@ def test_an_index_that_appears_after_its_save_has_failed_has_its_shards(server: 
     url = server.url()
     if overwrite:
         tc.save(server.store(url), {"n": 0})
-    server.set(rules=[{"match": "^PUT .*index", "do": "slow", "times": 9, "seconds": 0.8}])
+    server.set(rules=[{"match": "^PUT .*index", "do": "slow", "times": 9, "seconds": 4.0}])
     with pytest.raises(tc.StoreError, match="The new index may be in place"):
-        tc.save(impatient(server, url), {"w": array(1)}, overwrite=overwrite)
+        tc.save(impatient(server, url, timeout="1s"), {"w": array(1)}, overwrite=overwrite)
     assert until(lambda: any("ended" in row for row in server.log() if row["path"].endswith("index.json")), 60)
     assert until(lambda: all("ended" in row for row in server.log()), 60)
     assert same(server.store(url), {"w": array(1)})

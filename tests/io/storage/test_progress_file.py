@@ -14,6 +14,7 @@ import pytest
 
 import treeckpt as tc
 from tests.helpers.background import Hooked, session, until, writer_pid
+from tests.helpers.world import LONG
 from treeckpt._core.format.files import Progress, encode_progress, parse_progress_name, progress_name
 from treeckpt._core.format.shard_header import parse_shard_name
 from treeckpt._io.comm.comm import SoloComm
@@ -40,6 +41,18 @@ class Slow(tc.LocalStore):
 
     def __reduce__(self) -> Any:
         return Slow, (self.directory,)
+
+
+class Stuck(tc.LocalStore):
+    """Writes no block, in whatever process."""
+
+    def create(self, name: str, nbytes: int) -> Any:
+        inner = super().create(name, nbytes)
+        inner.write = lambda *_: threading.Event().wait(10 * LONG)  # pyright: ignore
+        return inner
+
+    def __reduce__(self) -> Any:
+        return Stuck, (self.directory,)
 
 
 def records_in(path: Path) -> list[Progress]:
@@ -121,7 +134,7 @@ def test_a_save_whose_record_cannot_be_written_fails_before_all_else_or_goes_on(
 
 def test_the_record_of_a_killed_writer_goes_with_its_save(tmp_path: Path) -> None:
     comm = SoloComm()
-    pending = tc.save_async(Slow(tmp_path), TREE, comm=comm)
+    pending = tc.save_async(Stuck(tmp_path), TREE, comm=comm)
     assert until(lambda: bool(records_in(tmp_path)))
     os.kill(writer_pid(comm), 9)
     with pytest.raises(tc.CheckpointError, match="SIGKILL"):

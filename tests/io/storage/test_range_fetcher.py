@@ -7,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.helpers.world import LONG
 from treeckpt._io.storage import requests_in_flight
 from treeckpt._io.storage.bucket import FetchFailure, RangeResponse
 from treeckpt._io.storage.requests_in_flight import HEDGED, RangeFetcher, RequestTimes
@@ -72,7 +74,7 @@ def fetch_all(fetch: Callable[[Any], RangeResponse], *, memory: int = 1 << 20, t
 
 
 def test_the_first_retry_of_a_range_waits_up_to_what_its_constant_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, waited, sleep = Counter[int](), list[float](), time.sleep
+    asked, waited = Counter[int](), list[float]()
 
     def fetch(wanted: Any) -> RangeResponse:
         asked[wanted[1]] += 1
@@ -82,7 +84,11 @@ def test_the_first_retry_of_a_range_waits_up_to_what_its_constant_says(monkeypat
 
     monkeypatch.setattr(requests_in_flight, "FIRST_PAUSE", 0.004)
     monkeypatch.setattr(requests_in_flight, "LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    # of this module alone: threads of other tests may sleep too
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda seconds: (waited.append(seconds), time.sleep(seconds))
+    )
+    monkeypatch.setattr(requests_in_flight, "time", clock)
     fetch_all(fetch)
     monkeypatch.undo()
     assert len(waited) == 3
@@ -240,12 +246,16 @@ def test_a_slow_request_is_sent_again_for_what_is_missing_and_the_first_answer_c
 
 
 def test_of_twenty_requests_that_have_ended_one_slow_one_is_sent_again() -> None:
-    held, asked = threading.Event(), list[int]()
+    again, asked, lock = threading.Event(), list[int](), threading.Lock()
 
     def fetch(wanted: Any) -> RangeResponse:
-        asked.append(wanted[1])
-        if wanted[1] >= 300 and asked.count(wanted[1]) == 1:
-            held.wait(0.5)  # far longer than the first 30
+        with lock:
+            asked.append(wanted[1])
+            count = asked.count(wanted[1])
+        if count > 1:
+            again.set()
+        elif wanted[1] >= 300:
+            again.wait(LONG)  # far longer than the first 30
         return answer(wanted)
 
     assert sum(fetch_all(fetch).values()) == len(RANGES)
@@ -254,7 +264,7 @@ def test_of_twenty_requests_that_have_ended_one_slow_one_is_sent_again() -> None
 
 
 def test_a_request_that_is_sent_again_counts_for_the_memory_and_goes_before_new_ones() -> None:
-    asked, flights, lock = list[int](), [0], threading.Lock()
+    asked, flights, lock, again = list[int](), [0], threading.Lock(), threading.Event()
     most = 0
 
     def fetch(wanted: Any) -> RangeResponse:
@@ -263,7 +273,10 @@ def test_a_request_that_is_sent_again_counts_for_the_memory_and_goes_before_new_
             asked.append(wanted[1])
             flights[0] += wanted[2]
             most = max(most, flights[0])
-        time.sleep(1.0 if wanted[1] == 300 and asked.count(300) == 1 else 0.02)
+            count = asked.count(300)
+        time.sleep(0.02)
+        if wanted[1] == 300:
+            again.set() if count > 1 else again.wait(LONG)
         with lock:
             flights[0] -= wanted[2]
         return answer(wanted)

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from threading import Timer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,11 +77,15 @@ def test_what_the_store_asks_to_send_again_is_sent_again(
 
 
 def test_the_first_retry_waits_as_long_as_its_constant_says(server: FarS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, sleep = server.store(), time.sleep
+    store = server.store()
     store.publish("index.json", b"{}", replace=True)
     waited: list[float] = []
     monkeypatch.setattr(obstore, "PAUSE", 0.01)
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    # of this module alone: threads of other tests may sleep too
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, sleep=lambda seconds: (waited.append(seconds), time.sleep(seconds))
+    )
+    monkeypatch.setattr(obstore, "time", clock)
     server.set(rules=[refusal("^GET .*index", 400, "RequestTimeout", times=2)])
     assert store.read("index.json", limit=9) == b"{}"
     monkeypatch.undo()
@@ -127,6 +131,11 @@ def test_the_error_of_a_wrong_clock_says_by_how_much(server: FarS3, form: str) -
     server.set()
 
 
+def listing_threads() -> list[threading.Thread]:
+    """Those that ask for the pages of a listing, for whoever waits for them."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("treeckpt-list")]
+
+
 @pytest.mark.parametrize("tokens", ["repeated", "cycle", "empty"])
 def test_a_listing_whose_pages_come_again_is_an_error(
     server: FarS3, tokens: str, monkeypatch: pytest.MonkeyPatch
@@ -143,22 +152,26 @@ def test_a_listing_whose_pages_come_again_is_an_error(
     for ask in (run.names, run.folders, server.store(f"{url}/step_00000001").sizes):
         with pytest.raises(tc.StoreError, match=r"expected a listing that ends.*continuation tokens"):
             ask()
-    time.sleep(0.05)
+    assert until(lambda: not listing_threads())
     server.set(page=1000, tokens="honoured")
     assert len(server.log()) == 0, "nothing goes on asking"
 
 
 def test_an_interrupt_ends_a_listing_that_is_not_answered(server: FarS3) -> None:
     server.set(rules=[{"match": "list-type", "do": "slow", "seconds": 60.0}])
-    interrupt = Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+
+    def interrupt() -> None:
+        assert until(lambda: bool(server.log_now())), "it waits for the answer"
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     try:
-        interrupt.start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=interrupt, daemon=True).start()
             server.store().sizes()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("treeckpt-list")])
+    assert until(lambda: not listing_threads())
     server.set()
 
 
