@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -37,6 +38,7 @@ __all__ = [
     "in_child",
     "no_threads",
     "run_program",
+    "savers_ended",
     "session",
     "until",
     "writer_pid",
@@ -188,7 +190,8 @@ def until(condition: Callable[[], bool], timeout: float = 120.0) -> bool:
 class Probe(threading.Thread):
     """Ticks every millisecond; `stop` gives the longest time that this process computed between two ticks, in seconds.
 
-    Its own computing counts, not the clock: what other processes of a busy machine take does not.
+    Its own computing counts, not the clock: what other processes of a busy machine take does not, nor the time in which
+    this thread could go on and had no processor.
     """
 
     def __init__(self) -> None:
@@ -197,17 +200,30 @@ class Probe(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        last = time.process_time()
+        last, waited = time.process_time(), _waited_for_processor()
         while self._going:
             time.sleep(0.001)
-            now = time.process_time()
-            self._longest = max(self._longest, now - last)
-            last = now
+            now, waits = time.process_time(), _waited_for_processor()
+            self._longest = max(self._longest, now - last - (waits - waited))
+            last, waited = now, waits
 
     def stop(self) -> float:
         self._going = False
         self.join()
         return self._longest
+
+
+def _waited_for_processor() -> float:
+    """The seconds in which this thread could go on and had no processor."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def savers_ended() -> None:
+    """Waits for the threads of saves: one may act a moment longer than its result is known."""
+    for thread in threading.enumerate():
+        if thread.name == "treeckpt-save":
+            thread.join(60)
+    gc.collect()
 
 
 def run_program(

@@ -25,6 +25,7 @@ from tests.helpers.background import (
     files_open,
     gone,
     run_program,
+    savers_ended,
     session,
     until,
     writer_pid,
@@ -265,6 +266,7 @@ def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, w
 
     def left_by(saves: int) -> tuple[int, int, int]:
         """By how much memory in bytes, descriptors and threads have grown."""
+        savers_ended()
         before = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
         for number in itertools.islice(numbers, saves):
             tc.save_async(
@@ -274,6 +276,7 @@ def test_fifty_saves_take_no_more_memory_than_five(tmp_path: Path, comm: Comm, w
                 background=tc.BackgroundOptions(writer=writer),
                 overwrite=True,
             ).result(60)
+        savers_ended()
         now = (_resident(), len(os.listdir("/proc/self/fd")), threading.active_count())
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
@@ -657,11 +660,11 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path) -> None:
         tc.save_async(tmp_path / "before", small_tree(comm.rank, 2, seed=1), comm=comm).result(60)
         mute: Any = _Mute(comm) if comm.rank else _Awaiting(comm, 1)
         return tc.save_async(
-            tmp_path / "c", small_tree(comm.rank, 2), comm=mute, background=tc.BackgroundOptions(timeout=4.0)
+            tmp_path / "c", small_tree(comm.rank, 2), comm=mute, background=tc.BackgroundOptions(timeout=0.5)
         ).result(60)
 
     for error in errors_of(on_ranks(comms, act)):
-        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 4 s"}
+        assert isinstance(error, tc.RankError) and error.ranks == {1: "silent for 0.5 s"}
     assert INDEX_NAME not in os.listdir(tmp_path / "c")
     assert_holds(tmp_path / "before", seed=1)
     end(comms)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-
-LONG = 60.0
+from tests.helpers.background import savers_ended
+from tests.helpers.world import LONG
+from treeckpt._saving.session import Pending
 
 
 def test_callbacks_are_called_once_in_order_when_the_checkpoint_is_there(tmp_path: Path) -> None:
@@ -23,9 +24,26 @@ def test_callbacks_are_called_once_in_order_when_the_checkpoint_is_there(tmp_pat
         pending.add_done_callback(lambda one, name=name: found.append((name, one.done(), tc.inspect(one.path).world)))
     pending.add_done_callback(lambda _: called.set())
     assert called.wait(LONG) and found == [("a", True, 1), ("b", True, 1)]
+    savers_ended()
     pending.add_done_callback(lambda one: found.append(("late", one.done(), 1)))
     assert found[2:] == [("late", True, 1)], "called at once, as the save has ended"
     assert pending.result() is not None
+
+
+def test_a_callback_that_is_added_while_others_are_called_comes_behind_them() -> None:
+    found, begun, added = list[str](), threading.Event(), threading.Event()
+    pending = Pending("somewhere")
+    pending.add_done_callback(lambda _: (begun.set(), added.wait(LONG), found.append("first")))
+    pending.add_done_callback(lambda _: found.append("second"))
+    ending = threading.Thread(target=pending.set_finished, args=(None, None))
+    ending.start()
+    assert begun.wait(LONG) and pending.done()
+    pending.add_done_callback(lambda _: found.append("third"))
+    pending.add_done_callback(lambda one: one.add_done_callback(lambda _: found.append("fourth")))
+    added.set()
+    ending.join(LONG)
+    pending.add_done_callback(lambda _: found.append("fifth"))
+    assert found == ["first", "second", "third", "fourth", "fifth"]
 
 
 def test_callbacks_learn_of_failures_and_their_own_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

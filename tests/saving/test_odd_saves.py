@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
-from tests.helpers.background import arenas_open, files_open
+from tests.helpers.background import arenas_open, files_open, savers_ended
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt._io.comm import rounds
 from treeckpt._io.comm.comm import SoloComm
@@ -70,25 +69,17 @@ def test_a_save_whose_thread_cannot_start_is_made_in_the_calling_thread_and_bloc
     )
 
 
-def _let_savers_end() -> None:
-    """A saving thread may hold its arena a moment longer than the result is known."""
-    for thread in threading.enumerate():
-        if thread.name == "treeckpt-save":
-            thread.join(60)
-    gc.collect()
-
-
 def test_comms_that_come_and_go_leave_no_descriptors(tmp_path: Path) -> None:
     tc.save_async(tmp_path / "first", TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer="thread")).result(
         60
     )
-    _let_savers_end()
+    savers_ended()
     before = arenas_open()
     for number in range(3):
         tc.save_async(
             tmp_path / f"{number}", TREE, comm=SoloComm(), background=tc.BackgroundOptions(writer="thread")
         ).result(60)
-    _let_savers_end()
+    savers_ended()
     assert arenas_open() <= before and files_open(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import threading
@@ -31,7 +32,9 @@ class BackgroundCall(Generic[T]):
         self._result: Any = None
         self._error: BaseException | None = None
         self._error_reported = False
-        self._is_finished, self._callbacks = False, list[Callable[[Any], object]]()
+        self._is_finished, self._callbacks = False, collections.deque[Callable[[Any], object]]()
+        self._calls_back = True
+        """Whether callbacks are kept for the thread that ends the call: until it has called all."""
         self._changed = threading.Condition()
         """Told of each change. Its lock, unlike that of an event, may be taken once more by a signal handler."""
 
@@ -75,11 +78,11 @@ class BackgroundCall(Generic[T]):
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Calls a function with this object once the call has ended, with or without an error.
 
-        It is called in the thread that ends the call, in this one if that has ended already; several in the order in
-        which they were added. An exception of it is logged.
+        It is called in the thread that ends the call, in this one if that has ended already and all that were added
+        before have been called; several in the order in which they were added. An exception of it is logged.
         """
         with self._changed:
-            if not self._is_finished:
+            if self._calls_back:
                 self._callbacks.append(callback)
                 return
         self._call(callback)
@@ -91,9 +94,13 @@ class BackgroundCall(Generic[T]):
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
-        # without the lock, which others may wait for while it runs; none is added to the list any more
-        for callback in self._callbacks:
-            self._call(callback)
+        while True:
+            with self._changed:
+                self._calls_back = bool(self._callbacks)
+                if not self._calls_back:
+                    return
+                callback = self._callbacks.popleft()
+            self._call(callback)  # without the lock, which others may wait for while it runs
 
     def _call(self, callback: Callable[[Self], object]) -> None:
         try:
