@@ -12,6 +12,7 @@ import json
 import random
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from types import FrameType
@@ -24,6 +25,8 @@ from treeckpt._io.comm.comm import SoloComm
 
 HANGS = 120.0
 """Seconds after which a call counts as hanging."""
+LONGEST = 0.012
+"""Seconds after which a signal comes at the latest, of calls that last longer."""
 TREE = {"w": np.arange(70_000), "list": [1, {"a": 2.5}], "b": np.ones(3, np.float32)}
 
 
@@ -135,13 +138,21 @@ def at_each_line(inner: Inner, calls: dict[str, Callable[[], Any]], share: int) 
     return found
 
 
+def _seconds(call: Callable[[], Any]) -> float:
+    """How long a call takes, so that most signals come while it runs."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
 def at_random_moments(inner: Inner, calls: dict[str, Callable[[], Any]], trials: int) -> dict[str, dict[str, int]]:
     """Makes the inner calls in a signal's handler, while each outer call is made in turn."""
     found = {name: {"loads": 0, "saves": 0, "refused": 0} for name in calls}
+    lasts = {name: min(_seconds(call), LONGEST) for name, call in calls.items()}
     signal.signal(signal.SIGALRM, lambda *_: (inner(inner.save_all), inner(inner.load_all)))
     for trial in range(trials):
         name, call = list(calls.items())[trial % len(calls)]
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 0.012))
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, max(lasts[name], 1e-4)))
         call()
         signal.setitimer(signal.ITIMER_REAL, 0)
         found[name] = {key: found[name][key] + count for key, count in inner.take_counts().items()}
