@@ -45,7 +45,7 @@ CHECKER = ACTORS
 """The process that looks at what is there behind a case."""
 QUIET, LONGEST_PAUSE = 0.001, 0.016
 """Seconds between looks at whether a process that has not stopped waits for another one: twice as long each time."""
-STUCK = 20.0
+STUCK = 120.0
 """Seconds that nobody goes on."""
 LATER = LAPSE + 100.0
 """Seconds that a process of another host is stopped."""

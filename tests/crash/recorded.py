@@ -11,7 +11,7 @@ from pathlib import Path
 
 import treeckpt as tc
 from tests.crash import killed_sharing
-from tests.helpers.world import errors_of, on_ranks, small_tree
+from tests.helpers.world import LONG, errors_of, on_ranks, small_tree
 from treeckpt._core.format.files import step_name
 from treeckpt._io.storage import local_files
 from treeckpt._runs.run import RunDirectory
@@ -53,7 +53,7 @@ def main(what: str, directory: Path) -> None:
     if what in ("new", "overwriting", "after a kill"):
         save(path, 2)
     elif what == "background":
-        tc.save_async(path, small_tree(0, 1, seed=2), step=2, overwrite=True).result(60)
+        tc.save_async(path, small_tree(0, 1, seed=2), step=2, overwrite=True).result(LONG)
     elif what in killed_sharing.ACTIONS:
         killed_sharing.ACTIONS[what](run)
     elif what == "cleaning":

@@ -18,7 +18,7 @@ from typing import Any
 
 import treeckpt as tc
 from tests.helpers.background import session, writer_pid
-from tests.helpers.world import assert_equal, errors_of, on_ranks, small_tree
+from tests.helpers.world import LONG, assert_equal, errors_of, on_ranks, small_tree
 from treeckpt._io.comm.comm import Comm, thread_comms
 
 WORLDS = (1, 2, 3)
@@ -33,7 +33,7 @@ class Training:
 
     def __init__(self, run: Path, seed: int) -> None:
         self.run, self.chance = run, random.Random(seed)
-        self.worlds: dict[int, list[Comm]] = {size: list(thread_comms(size, timeout=60.0)) for size in WORLDS}
+        self.worlds: dict[int, list[Comm]] = {size: list(thread_comms(size, timeout=LONG)) for size in WORLDS}
         self.step = self.lost = 0
 
     def segment(self, saves: int) -> None:

@@ -84,7 +84,7 @@ def record(root: Path, command: Sequence[str], trace: Path, *, cwd: Path) -> Rec
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -23,6 +23,7 @@ from tests.crash.syscalls import why_not
 from tests.helpers.background import until
 from tests.helpers.layout_cases import on_ranks
 from tests.helpers.s3 import S3
+from tests.helpers.world import LONG
 from treeckpt._core.format.files import parse_file_name, parse_progress_name, step_name
 from treeckpt._core.format.lineage import Lineage
 from treeckpt._io.comm.comm import SoloComm, ThreadComm
@@ -225,7 +226,7 @@ def test_a_save_that_is_refused_or_fails_leaves_no_record(tmp_path: Path) -> Non
     with pytest.raises(tc.CheckpointExists):
         tc.save(tmp_path, {"n": 2})
     with pytest.raises(tc.CheckpointExists):
-        tc.save_async(tmp_path, {"n": 2}, comm=SoloComm()).result(60)
+        tc.save_async(tmp_path, {"n": 2}, comm=SoloComm()).result(LONG)
     with pytest.raises(tc.TreeckptError):
         tc.save(tmp_path, {"n": object()}, overwrite=True)
     assert sorted(names_in(tmp_path)) == before

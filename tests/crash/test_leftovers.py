@@ -22,7 +22,7 @@ from tests.crash.disks import fill, small_disk
 from tests.crash.saver import NBYTES, tree_of
 from tests.helpers.background import gone, until
 from tests.helpers.s3 import S3, wait_for_late_requests
-from tests.helpers.world import assert_equal
+from tests.helpers.world import LONG, assert_equal
 from treeckpt._cli.main import main
 from treeckpt._core.format.files import (
     Owner,
@@ -92,7 +92,7 @@ class Savers:
 
     def close(self) -> None:
         assert self.process.stderr is not None
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=LONG)
         assert not errors, errors[-3000:]
 
 

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 
 import treeckpt as tc
+from tests.helpers.world import LONG
 from treeckpt._io.comm.comm import Comm
 from treeckpt._io.storage.local_store import LocalRun, LocalStore
 from treeckpt._io.storage.store import RunStore, Writer
@@ -178,7 +179,7 @@ def _open_targets() -> list[str]:
     return sorted(found)
 
 
-def until(condition: Callable[[], bool], timeout: float = 120.0) -> bool:
+def until(condition: Callable[[], bool], timeout: float = LONG) -> bool:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -222,7 +223,7 @@ def savers_ended() -> None:
     """Waits for the threads of saves: one may act a moment longer than its result is known."""
     for thread in threading.enumerate():
         if thread.name == "treeckpt-save":
-            thread.join(60)
+            thread.join(LONG)
     gc.collect()
 
 
@@ -279,7 +280,7 @@ class GatedRun(RunStore):
 
         def gated(file: str, nbytes: int) -> Any:
             gate.reached.set()
-            assert gate.open.wait(60)
+            assert gate.open.wait(LONG)
             if name in gate.failing:
                 raise OSError(28, "No space left on device")
             return create(file, nbytes)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import treeckpt as tc
 from tests.helpers import strategies
+from tests.helpers.world import LONG
 from treeckpt._core.sharding import placements as core
 from treeckpt._core.sharding.placements import MeshLayout, held_by, local_shape, mesh_ranks
 from treeckpt._core.sharding.region import Region
@@ -216,7 +217,7 @@ def cases(draw: DrawFn) -> Case:
 def on_ranks(world: int, act: Callable[[ThreadComm], T]) -> list[T]:
     """What each rank's call returns."""
     with concurrent.futures.ThreadPoolExecutor(world) as pool:
-        return list(pool.map(act, thread_comms(world, timeout=60)))
+        return list(pool.map(act, thread_comms(world, timeout=LONG)))
 
 
 def bits(leaf: Any) -> tuple[Any, ...]:

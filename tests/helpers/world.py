@@ -34,9 +34,9 @@ __all__ = [
     "whole_tree",
 ]
 
-LONG = 60.0
+LONG = 240.0
 """Seconds that nothing takes, however busy the machine is: for waits that are to end sooner."""
-LIMIT = 240.0
+LIMIT = 480.0
 """Seconds after which ranks, and saves in the background, count as hung."""
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -53,42 +52,54 @@ def saver(how: str, port: int, rank: int, world: int, run: str) -> Callable[[str
     return lambda name: tc.save(f"{run}/{name}", tree, comm=comm)
 
 
-def main(how: str, port: int, rank: int, world: int, run: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    save = saver(how, port, rank, world, run)
-    save("0a")
-    print("ready", flush=True)
-    for line in sys.stdin:
-        number, interrupted = line.split()[1], threading.Event()
-        calls: list[tuple[float, str]] = []
+class Interrupt:
+    """Raises KeyboardInterrupt at the first SIGINT of a trial while a save is under way; else it is only noted."""
 
-        def handle(*_: Any, interrupted: threading.Event = interrupted) -> None:
-            if not interrupted.is_set():
-                interrupted.set()
+    def __init__(self) -> None:
+        self.noted = self.saving = False
+
+    def handle(self, signum: int, _: object) -> None:
+        if not self.noted:
+            self.noted = True
+            if self.saving and signum == signal.SIGINT:
                 raise KeyboardInterrupt
 
-        begin, saved = time.monotonic(), False
-        try:
-            signal.signal(signal.SIGUSR1, lambda *_, interrupted=interrupted: interrupted.set())
-            signal.signal(signal.SIGINT, handle)
-            print("begin", flush=True)
-            begin = time.monotonic()
-            save(f"{number}a")
-            calls.append((time.monotonic() - begin, ""))
-            interrupted.wait()
-        except (KeyboardInterrupt, tc.TreeckptError) as error:
-            if not calls:
-                calls.append((time.monotonic() - begin, f"{type(error).__name__}: {error}"))
-        while not saved:
-            begin = time.monotonic()
-            try:
-                save(f"{number}b")
-                saved, error = True, ""
-            except (KeyboardInterrupt, tc.TreeckptError) as failed:
-                error = f"{type(failed).__name__}: {failed}"
-            calls.append((time.monotonic() - begin, error))
-        while not interrupted.is_set():
+    def wait(self) -> None:
+        while not self.noted:  # not by an event: a handler that sets it would wait for the lock of the wait
             time.sleep(0.001)
+
+
+def attempt(save: Callable[[str], Any], name: str, interrupt: Interrupt) -> tuple[float, str]:
+    """Saves; returns the seconds that it took, and what it raised."""
+    begin, text = time.monotonic(), ""
+    try:
+        try:
+            interrupt.saving = True
+            save(name)
+        finally:
+            interrupt.saving = False
+    except (KeyboardInterrupt, tc.TreeckptError) as error:
+        text = f"{type(error).__name__}: {error}"
+    return time.monotonic() - begin, text
+
+
+def main(how: str, port: int, rank: int, world: int, run: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    save, interrupt = saver(how, port, rank, world, run), Interrupt()
+    save("0a")
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, interrupt.handle)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        number, interrupt.noted = line.split()[1], False
+        print("begin", flush=True)
+        calls = [attempt(save, f"{number}a", interrupt)]
+        if not calls[0][1]:
+            interrupt.wait()
+        calls.append(attempt(save, f"{number}b", interrupt))
+        while calls[-1][1]:
+            calls.append(attempt(save, f"{number}b", interrupt))
+        interrupt.wait()
         print(json.dumps(calls), flush=True)
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import treeckpt as tc
+from tests.helpers.world import LONG
 from treeckpt._io.comm.comm import default_comm
 
 
@@ -88,11 +89,11 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     # gloo may hang while it connects the ranks of a restart: then this one ends, and the next attempt finds the others
     signal.alarm(15 if int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) else 0)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONG))
     signal.alarm(0)
     rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
     torch.set_num_threads(1)
-    default_comm().timeout = 60.0  # pyright: ignore[reportAttributeAccessIssue]
+    default_comm().timeout = LONG  # pyright: ignore[reportAttributeAccessIssue]
     model, optimizer, schedule = build(rank)
     losses: list[float] = []
     every = None if options.forever else 3

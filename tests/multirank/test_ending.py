@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import treeckpt as tc
+from tests.helpers.background import gone, until
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 3
@@ -28,33 +32,42 @@ ENDINGS = [("save", 0), *(pytest.param(*at, marks=SLOW) for at in (("should_save
 def test_survivors_of_a_killed_rank_end_soon_after_the_signal(tmp_path: Path, where: str, victim: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     run = tmp_path / "run"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.multirank.ending", *map(str, (run, store.port, rank, WORLD, victim, where))],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "tests.multirank.ending", *map(str, (run, store.port, WORLD, victim, where))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for process in ranks:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n", process.communicate()
-        ranks[victim].kill()
-        ranks[victim].wait()
+        assert job.stdout is not None
+        pids = json.loads(job.stdout.readline())
+
+        def all_ready() -> bool:
+            return all("ready" in text_of(run, rank) for rank in range(WORLD))
+
+        assert until(lambda: all_ready() or any(map(gone, pids))) and all_ready(), text_of(run, victim)
+        os.kill(pids[victim], signal.SIGKILL)
+        assert until(lambda: gone(pids[victim]))
         begin = time.monotonic()
-        survivors = [process for rank, process in enumerate(ranks) if rank != victim]
-        for process in survivors:
-            process.send_signal(signal.SIGTERM)
-        for process in survivors:
-            _, text = process.communicate(timeout=LONG)
-            assert process.returncode not in (0, None), text
+        survivors = [rank for rank in range(WORLD) if rank != victim]
+        for rank in survivors:
+            os.kill(pids[rank], signal.SIGTERM)
+        codes = json.loads(job.communicate(timeout=LONG)[0])
+        for rank in survivors:
+            text = text_of(run, rank)
+            assert codes[rank] not in (0, None), text
             assert "RankError" in text and f"rank {victim}: silent for" in text, text
             assert "a signal told this process to end" in text, text
         assert time.monotonic() - begin < LONG
     finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
     assert tc.Manager(run).latest() == 1 and tc.verify(run / "step_00000001").ok
+
+
+def text_of(run: Path, rank: int) -> str:
+    """What a rank has written."""
+    told = Path(f"{run}.{rank}")
+    return told.read_text() if told.exists() else ""

@@ -26,7 +26,7 @@ from . import interrupting
 
 LONGEST = 15.0
 """Seconds that no call may take: a save of a few MiB, and what waits for an interrupted rank."""
-PATIENCE = 60.0
+PATIENCE = 240.0
 """The same on a busy machine; far less than the 600 of a comm."""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.world import LONG
 
 from .registry import Rank, case
 
@@ -83,9 +84,9 @@ def several_loads_in_the_background_end_together_beside_a_save(here: Rank) -> No
     loads = [tc.load_async(path, like, together=True) for path, like in zip(paths, wanted, strict=False)]
     save = tc.save_async(paths[2], TREE)
     with pytest.raises(tc.RankError, match="rank 1: MismatchError"):
-        loads[1].result(60)
-    assert torch.equal(loads[0].result(60)["w"], TREE["w"])
-    assert save.result(60) is not None
+        loads[1].result(LONG)
+    assert torch.equal(loads[0].result(LONG)["w"], TREE["w"])
+    assert save.result(LONG) is not None
 
 
 @case("two")
@@ -96,4 +97,4 @@ def a_load_in_the_background_refuses_to_talk_while_it_reads(here: Rank) -> None:
         tc.load_async(path, read=tc.ReadOptions(once=True))
     with pytest.raises(tc.MismatchError, match=r"on_corrupt: expected 'error', in load_async, found 'skip'.* 2 ranks"):
         tc.load_async(path, fallback=tc.Fallback(on_corrupt="skip"))
-    assert tc.load_async(path).result(60)["n"] == 3
+    assert tc.load_async(path).result(LONG)["n"] == 3

@@ -21,7 +21,7 @@ from treeckpt._io.comm.comm import TorchComm, default_comm
 from .layouts import forget_made
 from .registry import Case, Phases, Rank
 
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds: a rank that waits longer than this for another one waits for ever."""
 PHASE_LIMIT = timedelta(seconds=600)
 """How long the ranks that a phase has no use for wait until it ends."""
