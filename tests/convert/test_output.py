@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import treeckpt as tc
+from tests.helpers.forked_process import ForkedProcess
 from tests.helpers.training_trees import assert_same, training_tree
 from tests.helpers.world import errors_of, on_ranks
 from treeckpt.convert import _output
@@ -116,17 +118,18 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     convert(tmp_path / "in.pt", tmp_path / "ours", overwrite=True)
 
 
-CHILD = """
-import os, sys, treeckpt as tc
-from treeckpt.convert import _output as output
-kept = output.write_part
-def slow(fd, part, tile):
-    kept(fd, part, tile)
-    os.write(1, b"wrote\\n")  # at once: two threads write
-    sys.stdin.readline()
-output.write_part = slow
-tc.convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
-"""
+def _convert_slowly(source: Path, out: Path, to: str) -> None:
+    """Converts in a fork; waits after each part that is written until its input ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kept = _output.write_part
+
+    def slow(fd: int, part: Any, tile: int) -> None:
+        kept(fd, part, tile)
+        os.write(1, b"wrote\n")  # at once: two threads write
+        sys.stdin.readline()
+
+    _output.write_part = slow
+    convert(source, out, to=to)
 
 
 @pytest.mark.parametrize(("to", "blow"), [("dcp", signal.SIGKILL), ("torch", signal.SIGINT)])
@@ -134,22 +137,20 @@ def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_clears_it(
     tmp_path: Path, to: str, blow: signal.Signals
 ) -> None:
     torch.save({"w": torch.ones(2), "v": torch.ones(1000)}, tmp_path / "in.pt")
-    root = str(Path(tc.__file__).parent.parent)
-    path = os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "in.pt"), str(tmp_path / "out"), to]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as child:
-        assert child.stdout is not None and child.stdin is not None
-        assert child.stdout.readline() == b"wrote\n"
+    child = ForkedProcess(partial(_convert_slowly, tmp_path / "in.pt", tmp_path / "out", to))
+    try:
+        assert child.line() == "wrote"
         assert list(tmp_path.glob(".out.*.tmp")) and not (tmp_path / "out").exists()
         convert(tmp_path / "in.pt", tmp_path / "out", to=to)  # another one beside it: neither disturbs the other
         assert list(tmp_path.glob(".out.*.tmp")), "its place is not taken for litter while it lives"
         child.send_signal(blow)
         time.sleep(0.05)
         child.stdin.close()  # the interrupted one may go on to its end
-        child.wait(300)
+        told = child.stdout.read()  # until it has ended
+    finally:
+        child.end()
     if blow == signal.SIGINT:
-        assert not list(tmp_path.glob(".*")), "it cleared up after itself"
+        assert not list(tmp_path.glob(".*")), f"it cleared up after itself: {told}"
     else:
         assert list(tmp_path.glob(".out.*.tmp"))
         os.rename(tmp_path / "out", tmp_path / "first")

@@ -25,6 +25,7 @@ MARK = "treeckpt_was_here"
 
 def read(path: Path, data: bytes) -> Any:
     file = path / "data.pkl"
+    file.unlink(missing_ok=True)  # where it is there, some file systems write what replaces it to the disk at once
     file.write_bytes(data)
     window = file_window(file)
     return build_tree(read_pickle(window, PLAIN), window.label)

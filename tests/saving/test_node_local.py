@@ -102,7 +102,8 @@ def test_the_log_names_the_disks_once(tmp_path: Path, caplog: pytest.LogCaptureF
             assert [decode_runs(each.ranks).tolist() for each in report.disks] == [[0, 1], [2, 3]]
 
     assert errors_of(on_ranks(WORLD, save)) == [None] * WORLD
-    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = [text for text in warnings if "has waited" not in text]  # a rank on a busy machine
     assert "2 different directories" in warning and "ranks 0-1;" in warning and "not mounted on all" in warning
 
 
