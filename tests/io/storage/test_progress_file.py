@@ -200,5 +200,5 @@ def test_a_record_whose_deletion_fails_for_a_moment_is_gone(tmp_path: Path) -> N
 
     failed: list[str] = []
     tc.save(Failing(tmp_path), {"n": 1})
-    until(lambda: not any(name.startswith("progress") for name in os.listdir(tmp_path)))
+    assert until(lambda: not any(name.startswith("progress") for name in os.listdir(tmp_path)))
     assert failed
