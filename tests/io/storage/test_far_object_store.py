@@ -20,10 +20,11 @@ from tests.bench.s3_server import LOOK_SECONDS, LOOKS, is_asleep
 from tests.helpers.background import until
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.request_times import EqualTimes, LateTimes
 from tests.helpers.s3 import MIB, QUICK, array, same
 from tests.helpers.world import LONG
 from treeckpt._io.storage import object_store, obstore, requests_in_flight
-from treeckpt._io.storage.requests_in_flight import RequestDepth, RequestTimes
+from treeckpt._io.storage.requests_in_flight import RequestDepth
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading import read_batch
 from treeckpt._runs import discovery
@@ -428,19 +429,6 @@ def data_ranges(far: FarS3) -> list[str]:
     return [row["range"] for row in far.log() if "safetensors" in row["path"]]
 
 
-class LateTimes(RequestTimes):
-    """Calls no request slow before so many others have ended."""
-
-    ended, least = 0, 1 << 30
-
-    def add(self, seconds: float) -> None:
-        super().add(seconds)
-        self.ended += 1
-
-    def slow(self) -> float | None:
-        return super().slow() if self.ended >= self.least else None
-
-
 def test_requests_of_a_slow_tail_are_sent_again_once_and_nobody_waits_for_them(
     far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
 ) -> None:
@@ -460,11 +448,14 @@ def test_requests_of_a_slow_tail_are_sent_again_once_and_nobody_waits_for_them(
 
 
 def test_where_all_requests_take_as_long_none_is_sent_twice(
-    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
+    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, tree = in_80
-    far.set(latency=0.5)
+    store._fetcher.depth = RequestDepth(20, most=20)  # pyright: ignore
+    clock = EqualTimes(store._fetcher, monkeypatch)  # pyright: ignore
+    far.set()
     assert same(store, tree)
+    assert clock.now >= 1000 + 4 * 0.5, "four behind each other"
     asked = data_ranges(far)
     assert len(asked) == len(set(asked)) > 80
     assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
