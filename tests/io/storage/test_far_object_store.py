@@ -23,7 +23,7 @@ from tests.helpers.far_s3 import FarS3, far_s3_server
 from tests.helpers.request_times import EqualTimes, LateTimes
 from tests.helpers.s3 import MIB, QUICK, array, same
 from tests.helpers.world import LONG
-from treeckpt._io.storage import object_store, obstore, requests_in_flight
+from treeckpt._io.storage import kept_files, object_store, obstore, requests_in_flight
 from treeckpt._io.storage.requests_in_flight import RequestDepth
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading import read_batch
@@ -496,7 +496,13 @@ def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
     assert [count for count in deleted if count] == [5]
 
 
-def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves count as quick ones, whose record is not renewed: the thread that does so waits for the answer."""
+    monkeypatch.setattr(kept_files, "FIRST_RENEWAL_SECONDS", 100 * LONG)
+
+
+def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3, quick: None) -> None:
     store = far.store()
     far.set(**STAGED)
     tc.save(store, {"w": array(100)})
@@ -506,7 +512,7 @@ def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) ->
     assert max(row["busy"] for row in parts) >= 13
 
 
-def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3) -> None:
+def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3, quick: None) -> None:
     tc.save(far.store(), {"n": 1})  # whether the store has conditional writes is found out once
     store = far.store()
     far.set(**STAGED)
