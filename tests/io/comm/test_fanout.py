@@ -92,7 +92,7 @@ class Gone:
 
 
 def test_leaders_serve_stores_of_their_own() -> None:
-    comms = tcp_comms(4, 10.0, (2,))
+    comms = tcp_comms(4, LONG, (2,))
     assert errors_of(on_ranks(comms, talk)) == [None] * 4
     led, above = comms[2].leader_store(2), comms[3].leader_store(2)
     assert isinstance(led, LeaderStore)
@@ -164,7 +164,7 @@ def test_ranks_that_cannot_reach_their_leader_meet_it_on_the_common_store(
 
     monkeypatch.setattr(message_store, "open_tcp_store", refuse)
     monkeypatch.setattr(message_store, "FALLBACK_INTERVAL", 0.05)
-    comms = tcp_comms(4, 10.0, (2,))
+    comms = tcp_comms(4, LONG, (2,))
     for number in range(3):
         outcomes = on_ranks(comms, lambda c, n=number: talk(c, f"save {n}"))
         assert errors_of(outcomes) == [None] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,11 +16,14 @@ import numpy as np
 import pytest
 
 import treeckpt as tc
+from tests.bench.s3_server import LOOK_SECONDS, LOOKS, is_asleep
+from tests.helpers.background import until
 from tests.helpers.elsewhere import elsewhere
 from tests.helpers.far_s3 import FarS3, far_s3_server
+from tests.helpers.request_times import EqualTimes, LateTimes
 from tests.helpers.s3 import MIB, QUICK, array, same
 from tests.helpers.world import LONG
-from treeckpt._io.storage import object_store, obstore, requests_in_flight
+from treeckpt._io.storage import kept_files, object_store, obstore, requests_in_flight
 from treeckpt._io.storage.requests_in_flight import RequestDepth
 from treeckpt._io.storage.wrapped_store import CountingStore
 from treeckpt._loading import read_batch
@@ -371,30 +375,38 @@ def test_a_store_that_throttles_is_sent_half_as_many_reads_until_it_carries_them
     far: FarS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tc.ObjectStore, "request_nbytes", MIB // 4)
+    # all that a stage has refused is sent again in the next one, and nothing is sent for being slow
+    monkeypatch.setattr(requests_in_flight, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(requests_in_flight, "MIN_SLOW_SECONDS", 10 * LONG)
     store, tree = far.store(), {"w": array(40)}
     tc.save(store, tree)
     store._fetcher.depth = RequestDepth(64)  # pyright: ignore
-    far.set(busy_above=8, latency=0.02)
+    far.set(busy_above=8, **STAGED)
     assert same(store, tree)
-    reads = sorted((row for row in far.log() if "safetensors" in row["path"]), key=lambda row: row["at"])
-    first, last = reads[: len(reads) // 2], reads[len(reads) // 2 :]
-    # some tens; on a busy machine fewer are under way at a time
-    assert refused(first) > 5 and refused(last) < refused(first) / 3
+    reads = [row for row in far.log() if "safetensors" in row["path"]]
+    # in three stages the depth falls from 64 to 8; of the 64 reads in flight each stage lets 8 through
+    end = min(row["stage"] for row in reads) + 3 + 64 // 8
+    first, last = [r for r in reads if r["stage"] < end], [r for r in reads if r["stage"] >= end]
+    assert len(last) > 40 and refused(first) >= 64 - 8 + 32 - 8 + 16 - 8 and refused(last) < refused(first) / 3
     assert max(row["busy"] for row in last) <= 16 and store._fetcher.depth.depth <= 16  # pyright: ignore
 
 
 def test_a_store_that_throttles_is_sent_fewer_parts_though_their_refusals_are_hidden(
     far: FarS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a part that was refused takes as long as another one, and a pause of 0.1 s
     monkeypatch.setattr(requests_in_flight, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(requests_in_flight, "LATE_FACTOR", 1.0)
     monkeypatch.setattr(obstore, "PART", 5 * MIB)
-    store, tree = far.store(), {"w": array(100)}
+    pauses = {"max_retries": 100, "backoff": {"base": 2}}  # which hardly grow
+    store, tree = far.store(retry_config=pauses), {"w": array(100)}
     window = store._bucket._window  # pyright: ignore
+    tc.save(store, tree)  # how long a part takes that is not refused
     window.depth = RequestDepth(16)
     most: list[int] = []
-    for overwrite in (False, True):
-        far.set(busy_above=4, latency=0.005)
-        tc.save(store, tree, overwrite=overwrite)
+    for _ in range(2):
+        far.set(busy_above=4, **STAGED)
+        tc.save(store, tree, overwrite=True)
         log = far.log()
         assert refused(log)
         most.append(max(row["busy"] for row in log))
@@ -421,22 +433,29 @@ def test_requests_of_a_slow_tail_are_sent_again_once_and_nobody_waits_for_them(
     far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
 ) -> None:
     store, tree = in_80
-    far.set(latency=0.05, rules=[{"match": "safetensors bytes=[1-9]", "do": "slow", "times": 2, "seconds": 60.0}])
+    store._fetcher.times = times = LateTimes()  # pyright: ignore
     assert same(store, tree)
-    ended, log = time.monotonic(), far.log()
-    slow = {row["range"]: row["at"] for row in log if row["do"] == "slow"}
-    assert len(slow) == 2 and ended < min(slow.values()) + 60
+    # so a load that stands still for a moment sends no other one again
+    times.ended, times.least = 0, times.ended - 2
+    far.set(rules=[{"match": "safetensors bytes=[1-9]", "do": "hold", "times": 2}])
+    assert same(store, tree)
+    held = [row for row in far.log_now() if row["do"] == "hold"]
+    far.release()
+    assert len(held) == 2 and not any("ended" in row for row in held)
     asked = data_ranges(far)
-    assert [asked.count(wanted) for wanted in slow] == [2, 2]
-    assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
+    assert [asked.count(row["range"]) for row in held] == [2, 2]
+    assert sum(row["sent"] for row in far.gets(".safetensors") if row["do"] != "hold") <= 1.02 * tree["w"].nbytes
 
 
 def test_where_all_requests_take_as_long_none_is_sent_twice(
-    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]]
+    far: FarS3, in_80: tuple[tc.ObjectStore, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, tree = in_80
-    far.set(latency=0.5)
+    store._fetcher.depth = RequestDepth(20, most=20)  # pyright: ignore
+    clock = EqualTimes(store._fetcher, monkeypatch)  # pyright: ignore
+    far.set()
     assert same(store, tree)
+    assert clock.now >= 1000 + 4 * 0.5, "four behind each other"
     asked = data_ranges(far)
     assert len(asked) == len(set(asked)) > 80
     assert sum(row["sent"] for row in far.gets(".safetensors")) <= 1.02 * tree["w"].nbytes
@@ -477,7 +496,13 @@ def test_a_save_that_overwrites_deletes_what_it_replaces_all_at_once(
     assert [count for count in deleted if count] == [5]
 
 
-def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves count as quick ones, whose record is not renewed: the thread that does so waits for the answer."""
+    monkeypatch.setattr(kept_files, "FIRST_RENEWAL_SECONDS", 100 * LONG)
+
+
+def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3, quick: None) -> None:
     store = far.store()
     far.set(**STAGED)
     tc.save(store, {"w": array(100)})
@@ -487,7 +512,7 @@ def test_a_save_sends_all_parts_at_once_and_asks_for_nothing_else(far: FarS3) ->
     assert max(row["busy"] for row in parts) >= 13
 
 
-def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3) -> None:
+def test_a_save_waits_for_no_answer_that_another_request_does_not_need(far: FarS3, quick: None) -> None:
     tc.save(far.store(), {"n": 1})  # whether the store has conditional writes is found out once
     store = far.store()
     far.set(**STAGED)
@@ -573,13 +598,15 @@ from treeckpt._io import process
 case, url = sys.argv[1:]
 tree = {f"w{i}": np.arange((20 if case == "interrupted, one shard" else 8) << 17) for i in range(4)}
 if case.startswith("interrupted"):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.7, os.kill, [os.getpid(), signal.SIGINT]).start()
+    def interrupt(*_):
+        print("signalled", flush=True)
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, interrupt)
     try:
         tc.save(url, tree, max_shard_bytes=None if "one" in case else 8 << 20)
     except KeyboardInterrupt:
         print("interrupted")
-        time.sleep(2)
+        time.sleep(1)
 elif case == "stalled":
     process.MAX_WAIT_SECONDS = 1.5
     tc.save(url, tree)
@@ -602,20 +629,39 @@ def run_child(far: FarS3, case: str, url: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+def interrupt_child(far: FarS3, case: str, url: str, where: str) -> None:
+    """Runs a child that is interrupted while a request waits for its answer, which comes once the child waits for it.
+
+    Args:
+        where: a regex for such a request, as of a rule.
+    """
+    far.set(rules=[{"match": where, "do": "hold", "times": 9}])
+    command = [sys.executable, "-c", LATE_CHILD, case, url]
+    environment = {**os.environ, **far.environment()}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert until(lambda: any(row.get("do") == "hold" for row in far.log_now()))
+        child.send_signal(signal.SIGINT)
+        lines = child.stdout.readline()
+        looks = 0
+        while looks < LOOKS:
+            time.sleep(LOOK_SECONDS)
+            looks = looks + 1 if is_asleep(child.pid) else 0
+        far.release()
+        more, errors = child.communicate(timeout=300)
+    assert (child.returncode, lines + more) == (0, "signalled\ninterrupted\n"), errors
+
+
 def test_an_interrupt_before_the_look_is_answered_sends_nothing_of_any_shard(far: FarS3) -> None:
     url = far.url()
-    far.set(rules=[{"match": "list-type", "do": "slow", "times": 1, "seconds": 1.5}])
-    done = run_child(far, "interrupted, four shards", url)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    interrupt_child(far, "interrupted, four shards", url, "list-type")
     assert sum(row.get("received", 0) for row in far.log() if "shard" in row["path"]) < 1 << 20
     assert far.store(url).sizes() == {}
 
 
 def test_an_interrupt_while_an_upload_ends_leaves_no_shard(far: FarS3) -> None:
     url = far.url()
-    far.set(rules=[{"match": "^POST .*uploadId", "do": "slow", "times": 9, "seconds": 1.5}])
-    done = run_child(far, "interrupted, one shard", url)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    interrupt_child(far, "interrupted, one shard", url, "^POST .*uploadId")
     assert [name for name in far.store(url).sizes() if not name.startswith("timings")] == []
 
 
@@ -730,7 +776,7 @@ def test_verify_ends_where_connections_are_cut_and_the_server_is_busy() -> None:
     with far_s3_server() as far:  # the other one is still busy with requests of tests before, which take a minute
         store = far.store()
         tc.save(store, {"w": array(50)})
-        far.set(busy_above=3, latency=0.05, rules=[{"match": "^GET .*safetensors", "do": "reset", "times": 3}])
+        far.set(busy_above=3, **STAGED, rules=[{"match": "^GET .*safetensors", "do": "reset", "times": 3}])
         assert tc.verify(store).ok
         log = far.log()
     assert sum(row["do"] == "reset" for row in log) == 3 and any(row["status"] == 503 for row in log)

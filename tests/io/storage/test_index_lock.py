@@ -101,7 +101,7 @@ def test_a_lock_whose_deletion_fails_is_deleted_later(tmp_path: Path) -> None:
             remount(disk, writable=False)
         assert os.listdir(disk) == [name] and not held_locks(LocalStore(disk), [name])
         remount(disk, writable=True)
-        until(lambda: not os.listdir(disk))
+        assert until(lambda: not os.listdir(disk))
 
 
 class _InterruptedStore(WrappedStore):

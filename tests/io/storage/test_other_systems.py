@@ -43,8 +43,10 @@ def test_threads_read_and_write_at_their_own_offsets(monkeypatch: pytest.MonkeyP
 
 def test_a_file_is_synced_beyond_the_cache_of_the_device_where_the_system_must_be_told(monkeypatch, tmp_path) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync"))
+    real = os.fsync
     with open(tmp_path / "file", "wb") as file:
+        own = file.fileno()  # threads of tests before may sync other files
+        monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync") if fd == own else real(fd))
         local_files.sync_file(file.fileno())
         flushing = SimpleNamespace(F_FULLFSYNC=51, fcntl=lambda fd, command: calls.append(command))
         monkeypatch.setattr(local_files, "fcntl", flushing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -26,21 +27,33 @@ from treeckpt._runs import discovery
 
 
 class Slow(tc.LocalStore):
-    """Takes its time over every block, in whatever process."""
+    """Takes its time over every block, in whatever process: over the first one so long that the record is renewed.
+
+    Args:
+        seen: where a file stands for each number of written bytes that a watcher has seen. The first block waits for
+            one of them, and all others for two.
+    """
+
+    def __init__(self, directory: Path, seen: Path | None = None) -> None:
+        super().__init__(directory)
+        self.seen = seen
 
     def create(self, name: str, nbytes: int) -> Any:
-        inner, pause = super().create(name, nbytes), threading.Event()
+        inner, numbers = super().create(name, nbytes), itertools.count(1)
         write = inner.write
 
         def slowly(offset: int, data: memoryview) -> None:
-            pause.wait(0.3)
+            number = next(numbers)
+            if self.seen is not None:
+                assert until(lambda: len(os.listdir(self.seen)) >= min(number, 2), LONG)
+            threading.Event().wait(kept_files.FIRST_RENEWAL_SECONDS + 0.1 if number == 1 else 0.3)
             write(offset, data)
 
         inner.write = slowly  # pyright: ignore
         return inner
 
     def __reduce__(self) -> Any:
-        return Slow, (self.directory,)
+        return Slow, (self.directory, self.seen)
 
 
 class Stuck(tc.LocalStore):
@@ -60,12 +73,13 @@ def records_in(path: Path) -> list[Progress]:
     return read_progress(store, store.sizes())
 
 
-def watch(path: Path, pending: Any) -> list[Progress]:
+def watch(path: Path, pending: Any, noted: Path) -> list[Progress]:
     seen: list[Progress] = []
     while not pending():
         for record in records_in(path):
             if not seen or record != seen[-1]:
                 seen.append(record)
+                (noted / f"{record.written}").touch()
         time.sleep(0.005)
     return seen
 
@@ -82,19 +96,27 @@ def check(seen: list[Progress], nbytes: int, path: Path) -> None:
 TREE = {"w": np.zeros((60, 1 << 20), np.uint8)}
 
 
+@pytest.fixture
+def noted(tmp_path: Path) -> Path:
+    """Where a watcher notes what it has seen."""
+    (tmp_path / "noted").mkdir()
+    return tmp_path / "noted"
+
+
 @pytest.mark.parametrize("writer", ["process", "thread"])
-def test_a_save_in_the_background_shows_how_far_it_is(tmp_path: Path, writer: Any) -> None:
-    comm = SoloComm()
-    pending = tc.save_async(Slow(tmp_path), TREE, comm=comm, background=tc.BackgroundOptions(writer=writer), step=7)
-    check(watch(tmp_path, pending.done), 60 << 20, tmp_path)
+def test_a_save_in_the_background_shows_how_far_it_is(tmp_path: Path, noted: Path, writer: Any) -> None:
+    comm, path = SoloComm(), tmp_path / "c"
+    pending = tc.save_async(Slow(path, noted), TREE, comm=comm, background=tc.BackgroundOptions(writer=writer), step=7)
+    check(watch(path, pending.done, noted), 60 << 20, path)
     pending.result(60)
     session(comm).writer.end()
 
 
-def test_a_save_in_the_callers_thread_does_too(tmp_path: Path) -> None:
-    thread = threading.Thread(target=lambda: tc.save(Slow(tmp_path), TREE, step=7), daemon=True)
+def test_a_save_in_the_callers_thread_does_too(tmp_path: Path, noted: Path) -> None:
+    path = tmp_path / "c"
+    thread = threading.Thread(target=lambda: tc.save(Slow(path, noted), TREE, step=7), daemon=True)
     thread.start()
-    check(watch(tmp_path, lambda: not thread.is_alive()), 60 << 20, tmp_path)
+    check(watch(path, lambda: not thread.is_alive(), noted), 60 << 20, path)
 
 
 def test_a_quick_save_leaves_no_trace_of_one(tmp_path: Path) -> None:
@@ -200,5 +222,5 @@ def test_a_record_whose_deletion_fails_for_a_moment_is_gone(tmp_path: Path) -> N
 
     failed: list[str] = []
     tc.save(Failing(tmp_path), {"n": 1})
-    until(lambda: not any(name.startswith("progress") for name in os.listdir(tmp_path)))
+    assert until(lambda: not any(name.startswith("progress") for name in os.listdir(tmp_path)))
     assert failed

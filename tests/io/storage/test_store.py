@@ -296,7 +296,10 @@ def test_a_file_that_vanishes_while_listing_leaves_the_others(tmp_path: Path, mo
         def __exit__(self, *_: object) -> None:
             self.inner.close()
 
-    monkeypatch.setattr(os, "scandir", Listing)
+    def scandir(path: Any = ".") -> Any:
+        return Listing(path) if path == tmp_path else real(path)  # threads of tests before may list other directories
+
+    monkeypatch.setattr(os, "scandir", scandir)
     assert LocalStore(tmp_path).sizes() == {"a": 1, "c": 1}
 
 
