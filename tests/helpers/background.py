@@ -310,6 +310,7 @@ def in_child(act: Callable[[], int]) -> tuple[int, str]:
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
     """Leaves this process so many file descriptors; a child must ask, as the limit stays."""
+    gc.collect()  # files of earlier tests that are closed later would leave more
     # a process of many tests may have more than 256 open
     limit = max(256, 1 + count + max(int(name) for name in os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
