@@ -271,9 +271,8 @@ class Library:
         self._ids = frozenset(run.id for run in runs)
         for run in runs:
             self.watch(run)
-        for kept in self._by_run:
-            for run_id in kept.keys() - self._ids:
-                self._forget_run(run_id)
+        for run_id in set[str]().union(*self._by_run) - self._ids:
+            self._forget_run(run_id)
         self._runs = _with_own_names(tuple({run.id: run for run in runs}.values()))
 
     def _forget_run(self, run_id: str) -> None:
